@@ -69,6 +69,7 @@ class _Step:
     scheduled_cached_reqs: _Cached
     num_scheduled_tokens: dict[str, int]
     preempted_req_ids: set[str] | None = None
+    kv_connector_block_state: None = None
 
 
 class _Pool:

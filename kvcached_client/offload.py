@@ -159,10 +159,13 @@ class OffloadClient(EngineSession):
         )
         return with_patience(partial(cls._open, run_dir, declared, deadline_ms, on_stale), wait_s)
 
-    def match(self, keys: bytes, tokens: int, *, full: bool = False) -> int:
+    def begin_match(self, keys: bytes, tokens: int, *, full: bool = False) -> PendingReply[int]:
         """How many leading blocks the host pool holds. Locks nothing."""
         request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=tokens, full=full)
-        return self._channel.ask(request, Matched, (keys,))[0].host
+        self._channel.send(request, (keys,))
+        return PendingReply(lambda: self._channel.receive(request, Matched)[0].host)
+
+    match = waiting(begin_match)
 
     def begin_acquire(
         self,

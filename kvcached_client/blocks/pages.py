@@ -179,7 +179,8 @@ class EnginePages:
         """The pages of tensors ``[blocks, …]``, one tensor for each layer, by layer name.
 
         Tensors ``[2, blocks, block_size, heads, dim]`` hold K and V apart; each of them has its own page of a block.
-        Layers that share one tensor share its pages, which are copied once.
+        Layers that share one tensor share its pages, which are copied once; also a layer whose pages are parts of
+        another's, as a state may be part of a page that is as large as those of attention.
 
         Raises:
             BadRequest: there is no tensor, tensors are neither on the CPU nor on CUDA devices, blocks are not
@@ -188,14 +189,17 @@ class EnginePages:
         if not tensors:
             raise _unusable("there is no tensor", "register the engine's KV tensors first")
         views = {name: _view(name, tensor) for name, tensor in tensors.items()}
+        parts = [(name, part, *_pages(name, part)) for name, view in views.items() for part in _parts(name, view)]
+        whole = _without_contained([pages for _, _, pages, _, _ in parts])
         places: dict[LayerPages, int] = {}
         described: list[_Description] = []
         numbers, kinds = set(), {view.device for view in views.values()}
-        for name, view in views.items():
-            for part in _parts(name, view):
-                layer, shape, strides = _pages(name, part)
-                described.append((places.setdefault(layer, len(places)), name, shape, strides, part.dtype))
-                numbers.add(part.shape[0])
+        for name, part, pages, shape, strides in parts:
+            of_page = whole[pages]
+            offset = pages.address - of_page.address
+            name_at = f"{name} at {offset}" if offset else name
+            described.append((places.setdefault(of_page, len(places)), name_at, shape, strides, part.dtype))
+            numbers.add(part.shape[0])
         if len(numbers) > 1:
             raise _unusable(
                 f"tensors of {' and '.join(map(str, sorted(numbers)))} blocks", "use one block pool for all layers"
@@ -300,6 +304,19 @@ def _pages(name: str, view: _View) -> tuple[LayerPages, list[int], list[int]]:
     # The stride of a dimension with one element has no meaning, so the fingerprint leaves it out.
     known = [stride if size > 1 else 0 for size, stride in zip(page_shape, strides[1:], strict=True)]
     return LayerPages(view.address, elements * view.element_bytes, strides[0] * view.element_bytes), page_shape, known
+
+
+def _without_contained(layers: Sequence[LayerPages]) -> dict[LayerPages, LayerPages]:
+    """The largest pages of which each layer's pages are a part; mostly its own."""
+    largest = sorted(set(layers), key=lambda layer: (layer.address, -layer.page_bytes))
+    whole: dict[LayerPages, LayerPages] = {}
+    around: dict[int, LayerPages] = {}  #: the last one that is not contained, by stride
+    for layer in largest:
+        last = around.get(layer.stride_bytes)
+        if last is None or layer.address + layer.page_bytes > last.address + last.page_bytes:
+            last = around[layer.stride_bytes] = layer
+        whole[layer] = last
+    return whole
 
 
 def _contiguous_elements(shape: Sequence[int], strides: Sequence[int]) -> int | None:

@@ -36,7 +36,7 @@ from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.device_memory import RankMemory, own_device, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
-from kvcached_client.vllm.groups import check_groups, described, keeps_all_blocks
+from kvcached_client.vllm.groups import check_groups, described, keeps_all_blocks, tensors_of
 from kvcached_client.vllm.identity import EngineDescription
 from kvcached_client.vllm.messages import KvcachedOrders, KvcachedPages, KvcachedReport
 from kvcached_client.vllm.metrics import (
@@ -146,7 +146,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             BadRequest: the tensors are neither on the CPU nor on one CUDA device, or their blocks are not contiguous.
             DeviceError: this process cannot call the CUDA driver.
         """
-        pages = EnginePages.of_tensors(kv_caches)
+        pages = EnginePages.of_tensors(tensors_of(kv_caches))
         expected = self._kv_cache_config.num_blocks
         if pages.blocks != expected:
             raise ValueError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     iter_layer_specs,
 )
@@ -15,8 +16,10 @@ from vllm.v1.kv_cache_interface import (
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
 
-#: Kinds of layers of several groups. Others keep states instead of blocks, or other blocks than vLLM's lists say.
-_KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+#: Kinds of layers of several groups. Others keep other blocks than vLLM's lists say.
+_KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+#: How vLLM keeps states of which requests may continue.
+_ALIGNED: Final = "align"
 
 
 def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
@@ -28,18 +31,43 @@ def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
     )
 
 
+def is_of_states(spec: VllmObject) -> bool:
+    """Whether the layers of a group keep states: of all tokens so far, instead of each."""
+    return all(isinstance(layer, MambaSpec) for layer in iter_layer_specs(spec))
+
+
 def check_groups(specs: Sequence[VllmObject]) -> None:
-    """Refuse groups that are not of layers with full attention, sliding windows or chunks.
+    """Refuse groups that are not of layers with attention, or with states that vLLM keeps beside such groups.
 
     Raises:
-        ValueError: a group is of another kind.
+        ValueError: the reason.
     """
-    kinds = {type(layer) for spec in specs for layer in iter_layer_specs(spec)}
-    if other := sorted(kind.__name__ for kind in kinds.difference(_KINDS)):
-        raise ValueError(
-            f"KvcachedHybridConnector cannot be used here: vLLM keeps {', '.join(other)} for groups of this model's "
-            "layers; it takes groups with full attention, sliding windows or chunked local attention: use no kvcached"
-        )
+    layers = [layer for spec in specs for layer in iter_layer_specs(spec)]
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
+    reasons = {
+        f"vLLM keeps {', '.join(other)} for groups of this model's layers; it takes groups with full attention, "
+        "sliding windows, chunked local attention or states: use no kvcached": bool(other),
+        "no layer of the model has attention, so that vLLM has states and no blocks: use no kvcached": all(
+            is_of_states(spec) for spec in specs
+        ),
+        "vLLM keeps no states of which a request may continue: leave out --no-enable-prefix-caching, and "
+        "--mamba-cache-mode": any(
+            isinstance(layer, MambaSpec) and layer.mamba_cache_mode != _ALIGNED for layer in layers
+        ),
+    }
+    if found := [reason for reason, is_so in reasons.items() if is_so]:
+        raise ValueError("KvcachedHybridConnector cannot be used here:" + "".join(f"\n- {reason}" for reason in found))
+
+
+def tensors_of(kv_caches: Mapping[str, VllmObject]) -> dict[str, VllmObject]:
+    """VLLM's KV tensors by name: a layer with states may have several."""
+    tensors: dict[str, VllmObject] = {}
+    for name, caches in kv_caches.items():
+        if isinstance(caches, Sequence):
+            tensors |= {f"{name} {number}": each for number, each in enumerate(caches)}
+        else:
+            tensors[name] = caches
+    return tensors
 
 
 def described(groups: Sequence[VllmObject]) -> list[list[object]]:

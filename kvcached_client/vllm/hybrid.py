@@ -1,4 +1,4 @@
-"""The connector for models whose groups of layers have caches of their own: sliding windows beside full attention."""
+"""The connector for models whose groups of layers have caches of their own: windows or states beside full attention."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
 
 from kvcached_client.vllm.connector import KvcachedConnector, VllmObject
+from kvcached_client.vllm.groups import is_of_states
 from kvcached_client.vllm.scheduling.chains import Chains, unit_of
 
 
 class KvcachedHybridConnector(KvcachedConnector, SupportsHMA):  # type: ignore[misc]
     """As `KvcachedConnector`, beside vLLM's hybrid cache manager.
 
-    vLLM then frees the blocks of layers with sliding windows once they have left the window. Models with one group of
-    layers, of which vLLM keeps all blocks, are served as `KvcachedConnector` serves them.
+    vLLM then frees the blocks of layers with sliding windows once they have left the window, and keeps the states of
+    other layers where a later request may continue. Models with one group of layers, of which vLLM keeps all blocks,
+    are served as `KvcachedConnector` serves them.
     """
 
     _takes_groups = True
@@ -46,6 +48,7 @@ class KvcachedHybridConnector(KvcachedConnector, SupportsHMA):  # type: ignore[m
         block_size: int = self._vllm_config.cache_config.block_size
         if not self._is_grouped:
             return Chains(block_size)
-        sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
-        unit = unit_of(sizes, pool.hash_block_size)
+        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
+        states = [number for number, spec in enumerate(specs) if is_of_states(spec)]
+        unit = unit_of([spec.block_size for spec in specs], pool.hash_block_size, states)
         return Chains(block_size, unit=unit, live=lambda request: self._manager.get_blocks(request).blocks)

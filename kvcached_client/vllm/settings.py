@@ -156,11 +156,11 @@ def check_config(
         )
         > 1,
         f"workers on {parallel.nnodes} nodes cannot map one host pool: run the engine on one node": parallel.nnodes > 1,
-        f"the model has {len(groups)} groups of layers with caches of their own, as models with state-space layers "
-        "have; one is supported: use KvcachedHybridConnector, or no kvcached": not (
+        f"the model has {len(groups)} groups of layers with caches of their own, as models with states "
+        "have beside attention; one is supported: use KvcachedHybridConnector": not (
             is_single or (takes_groups and groups)
         ),
-        "vLLM drops blocks of this model while a request runs: all its layers have sliding windows, or state spaces. "
+        "vLLM drops blocks of this model while a request runs: all its layers have sliding windows, or states. "
         "Use KvcachedHybridConnector; or set --max-model-len to the window's length; or use no kvcached": is_single
         and not (keeps_all_blocks or takes_groups),
         "speculative decoding beside several groups of layers is not supported: use KvcachedConnector": takes_groups

@@ -8,7 +8,10 @@ FAMILY is one of:
 - `gemma4`: likewise, and the other layers have heads twice as wide, so that vLLM's blocks hold half as many tokens;
 - `mistral`: every layer attends to the window;
 - `gpt_oss`: as `gemma3`, with attention sinks and experts. It has no weights: load it with random ones;
-- `llama4`: every other layer attends to chunks of so many tokens.
+- `llama4`: every other layer attends to chunks of so many tokens;
+- `lfm2`: two of three layers are short convolutions, which keep a state of so many last tokens;
+- `qwen3_next`: three of four layers are gated delta nets, which keep two states of all tokens. Load it as bfloat16, for
+  which alone vLLM has these layers on the CPU.
 
 As of `tiny_model`, FOLDER gets `model`. Runs in the environment of vLLM, in the folder of the checkout.
 """
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.vllm.tiny_model import TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, Shape, model_weights, write
 
@@ -98,7 +102,85 @@ def llama4(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return plain.config() | names, weights
 
 
-FAMILIES = {"gemma3": gemma3, "gemma4": gemma4, "gpt_oss": gpt_oss, "llama4": llama4, "mistral": mistral}
+def lfm2(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Those of an LFM2, with two layers of short convolutions before each with attention."""
+    plain = Shape(layers=6)
+    kinds = [("conv", "conv", "full_attention")[layer % 3] for layer in range(plain.layers)]
+    config = plain.config() | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": kinds,
+        "conv_L_cache": shape.window,
+        "conv_dim": plain.hidden,
+        "block_dim": plain.hidden,
+        "block_multiple_of": 1,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    source = torch.Generator().manual_seed(2)
+    weights = model_weights(plain, 0)
+    del weights["lm_head.weight"]
+    weights["model.embedding_norm.weight"] = weights.pop("model.norm.weight")
+    renamed = {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "self_attn.o_proj": "self_attn.out_proj",
+    }
+    for old, new in renamed.items():
+        weights = {name.replace(old, new): each for name, each in weights.items()}
+    for layer, kind in enumerate(kinds):
+        prefix = f"model.layers.{layer}"
+        if kind == "full_attention":
+            norms = (f"{prefix}.self_attn.{name}_layernorm.weight" for name in "qk")
+            weights |= {name: torch.ones(plain.head_dim) for name in norms}
+            continue
+        weights = {name: each for name, each in weights.items() if not name.startswith(f"{prefix}.self_attn.")}
+        sizes = {"conv": (1, shape.window), "in_proj": (plain.hidden,), "out_proj": (plain.hidden,)}
+        for name, size in sizes.items():
+            rows = 3 * plain.hidden if name == "in_proj" else plain.hidden
+            spread = 1.0 if name == "conv" else plain.spread
+            weights[f"{prefix}.conv.{name}.weight"] = torch.randn(rows, *size, generator=source) * spread
+    return config, weights
+
+
+def qwen3_next(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Those of a Qwen3-Next, as transformers makes them; vLLM's kernel takes heads of 128."""
+    wide = Shape(layers=4, heads=2, kv_heads=1, head_dim=64)
+    torch.manual_seed(3)
+    config = Qwen3NextConfig(
+        **{name: value for name, value in wide.config().items() if name not in {"architectures", "model_type"}},
+        layer_types=[*["linear_attention"] * 3, LAYER_TYPES[1]],
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=shape.window,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=wide.hidden,
+        shared_expert_intermediate_size=wide.hidden,
+        initializer_range=wide.spread,
+    )
+    weights = {name: each.to(torch.bfloat16) for name, each in Qwen3NextForCausalLM(config).state_dict().items()}
+    names = {"architectures": ["Qwen3NextForCausalLM"], "dtype": "bfloat16"}
+    return config.to_dict() | names, weights
+
+
+FAMILIES = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "gpt_oss": gpt_oss,
+    "lfm2": lfm2,
+    "llama4": llama4,
+    "mistral": mistral,
+    "qwen3_next": qwen3_next,
+}
 
 
 def main() -> None:

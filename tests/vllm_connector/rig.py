@@ -160,11 +160,17 @@ class Cached:
 
 
 @dataclass
+class HandedOff:
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]]
+
+
+@dataclass
 class FakeStep:
     scheduled_new_reqs: list[New] = field(default_factory=list)
     scheduled_cached_reqs: Cached = field(default_factory=Cached)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: set[str] | None = None
+    kv_connector_block_state: HandedOff | None = None
 
 
 class Rig:

@@ -15,7 +15,7 @@ from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.session import Pending
-from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 from kvcached_client.vllm.daemon.commands import Seek
 from kvcached_client.vllm.settings import PrefetchMode
 
@@ -60,6 +60,8 @@ class Fetches:
         self._not_before = 0.0
         #: The hits behind which seeks have waited for stores, by ticket.
         self._hits: dict[int, int] = {}
+        #: Tickets of seeks that have asked for the states at the end of their hit.
+        self._asked_states: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -78,6 +80,14 @@ class Fetches:
         is_new = hold.hit > self._hits.get(seek.ticket, -1)
         return hold.filling > 0 and is_new and self.stop_of(seek) != "best_effort"
 
+    def are_states_wanted(self, seek: Seek, hold: Hold) -> bool:
+        """Whether a seek whose hit ends at no branch in the host pool waits for the states there: once."""
+        is_at_one = seek.branches is not None and seek.branches.units_of(hold.hit) > 0
+        if not (is_at_one and self.are_wanted(seek, None)) or seek.ticket in self._asked_states:
+            return False
+        self._asked_states.add(seek.ticket)
+        return True
+
     def stop_of(self, seek: Seek) -> StopPolicy:
         """How long a wanted seek waits."""
         mode = seek.prefetch or self._mode
@@ -92,6 +102,7 @@ class Fetches:
     def answered(self, ticket: int) -> None:
         """A seek has its event."""
         self._hits.pop(ticket, None)
+        self._asked_states.discard(ticket)
 
     def take_over(self) -> Fetch | None:
         """Remove and return one whose prefetch is over. Raises KvcachedError if the daemon is gone."""
@@ -134,6 +145,9 @@ class Client(Protocol):
         self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, tenant: str, load_from: int | None
     ) -> Pending[Hold]:
         """Lock the cached prefix of a prompt, and ask for the slots of its blocks from `load_from` on."""
+
+    def begin_match(self, keys: bytes, tokens: int, *, full: bool) -> Pending[int]:
+        """Ask how many leading blocks the host pool holds."""
 
     def begin_prefetch(
         self,
@@ -180,7 +194,7 @@ class Client(Protocol):
 
 
 def begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
-    """Send a seek, which loads its whole hit."""
+    """Send a seek, which loads its whole hit, unless the hit has to end at a branch."""
     return client.begin_acquire(
         seek.name,
         seek.keys,
@@ -188,15 +202,27 @@ def begin_acquire(seek: Seek, client: Client) -> Pending[Hold]:
         full=not seek.load,
         priority=seek.priority,
         tenant=seek.tenant,
-        load_from=0 if seek.load else None,
+        load_from=0 if seek.load and seek.branches is None else None,
     )
 
 
-def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy) -> PendingFetch:
-    """Ask for a seek's blocks that are in storage, or are being stored."""
+def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy, behind: Hold | None = None) -> PendingFetch:
+    """Ask for a seek's blocks that are in storage, or are being stored.
+
+    Args:
+        seek: the seek. With branches, what it asks for is the longest one.
+        client: the session.
+        stop: how long to wait.
+        behind: the branch at the end of this hit is asked for instead.
+    """
+    keys, tokens, branches = seek.keys, seek.tokens, seek.branches
+    if branches is not None:
+        blocks = len(keys) // KEY_SIZE_BYTES if behind is None else behind.hit
+        keys = branches.behind(branches.units_of(blocks), keys)
+        tokens = branches.tokens_of(keys) + 1
     return client.begin_prefetch(
-        seek.keys,
-        seek.tokens,
+        keys,
+        tokens,
         stop=stop,
         deadline_ms=FETCH_MS_MAX,
         prefill_tokens_per_s=seek.prefill_tokens_per_s,

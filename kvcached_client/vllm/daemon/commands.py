@@ -5,11 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcached_client.offload import PreparedLoad, PreparedStore
-from kvcached_client.types import LeaseId, TransferId
+from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 from kvcached_client.vllm.orders import SessionNote
 from kvcached_client.vllm.settings import PrefetchMode
 
 # --- commands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Where a hit may end that needs states: branches of its chain, each behind some units of the chain.
+
+    Attributes:
+        name: name of a lease on one of them, unique among live leases.
+        block_size: tokens in a block, as the daemon was told.
+        unit_blocks: number of blocks of a unit.
+        blocks: number of blocks of the states behind a unit.
+        keys: keys of the states behind the first unit, behind the second one, and so on; 16 bytes each.
+    """
+
+    name: str
+    block_size: int
+    unit_blocks: int
+    blocks: int
+    keys: bytes
+
+    def behind(self, units: int, chain: bytes) -> bytes:
+        """The keys of the branch behind so many units of a chain."""
+        size = self.blocks * KEY_SIZE_BYTES
+        return chain[: units * self.unit_blocks * KEY_SIZE_BYTES] + self.keys[(units - 1) * size : units * size]
+
+    def tokens_of(self, branch: bytes) -> int:
+        """Number of tokens of a branch, as the daemon counts them."""
+        return len(branch) // KEY_SIZE_BYTES * self.block_size
+
+    def units_of(self, chain_blocks: int) -> int:
+        """Number of units behind which a hit of so many blocks of the chain may end."""
+        return min(chain_blocks // self.unit_blocks, len(self.keys) // (self.blocks * KEY_SIZE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +58,7 @@ class Seek:
         priority: blocks that only requests of lower priority use are evicted first.
         prefetch: how long the request waits for storage; None = as the settings say.
         tenant: whose quota of the host pool the blocks count against.
+        branches: where the hit may end; None = anywhere.
     """
 
     ticket: int
@@ -37,6 +70,7 @@ class Seek:
     priority: int = 0
     prefetch: PrefetchMode | None = None
     tenant: str = ""
+    branches: Branches | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +179,7 @@ class Found:
         lease: to be released once.
         hit: leading blocks that are cached.
         load: slots of the hit; None if no load was requested, there is no hit, or it cannot be loaded.
+        states: how many of the hit's last blocks are states: the lease is then on a branch of the chain.
     """
 
     ticket: int
@@ -152,6 +187,7 @@ class Found:
     lease: LeaseId
     hit: int
     load: PreparedLoad | None
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)

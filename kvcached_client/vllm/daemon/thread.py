@@ -29,6 +29,7 @@ from typing import Final, TypeAlias, TypeVar, get_args
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError
 from kvcached_client.offload import Hold, PreparedLoad, PreparedStore
 from kvcached_client.transport.session import Pending
+from kvcached_client.vllm.daemon.branches import acquire_branch
 from kvcached_client.vllm.daemon.client import FETCH_MS_MAX, Client, Fetches, begin_acquire, begin_fetch, begin_load
 from kvcached_client.vllm.daemon.commands import (
     Command,
@@ -50,6 +51,7 @@ from kvcached_client.vllm.daemon.commands import (
 )
 from kvcached_client.vllm.daemon.inbox import CommandInbox
 from kvcached_client.vllm.daemon.offers import OfferBatch
+from kvcached_client.vllm.daemon.warnings import Warnings
 from kvcached_client.vllm.orders import SessionNote
 from kvcached_client.vllm.settings import PrefetchMode
 
@@ -64,7 +66,6 @@ SILENCE_S_MAX: Final = 1.0
 _T = TypeVar("_T")
 _Acquiring: TypeAlias = list[tuple[Seek, Pending[Hold] | None]]
 
-#: Below vLLM's own logger, for its handlers and format.
 log = logging.getLogger("vllm.kvcached")
 
 
@@ -87,7 +88,7 @@ class DaemonThread(CommandInbox):
         self._asked_at = 0.0  #: when the last seeks were sent
         self._unanswered: dict[int, Seek | Offer] = {}  #: seeks and offers of this turn, by ticket
         self._is_settled = True  #: False after a deadline: there may be late grants
-        self._told: set[str] = set()
+        self._warnings = Warnings()
         self._fetches = Fetches(prefetch, clock)
 
     def start(self, connect: Callable[[], Client]) -> None:
@@ -136,12 +137,14 @@ class DaemonThread(CommandInbox):
         try:
             client = connect()
         except KvcachedError as error:
-            self._tell_once(f"no session; vLLM continues without external cache, and kvcached keeps trying: {error}")
+            self._warnings.once(
+                f"no session; vLLM continues without external cache, and kvcached keeps trying: {error}"
+            )
             return
         self._client = client
         self._is_settled = True
         self._number += 1
-        self._told.clear()
+        self._warnings.new_session()
         self._fetches.new_session()
         grant = client.session
         log.info("kvcached: opened session %d with the daemon in %s", grant.id, grant.run_dir)
@@ -199,8 +202,6 @@ class DaemonThread(CommandInbox):
                 self._events.append(Pinned(self._call(lambda client: client.pin(keys, ttl_ms=ttl_ms))))
             case Pin():
                 self._refuse(command)
-            case _:
-                pass
 
     def _listen(self) -> None:
         """Wait for a command or a message; if the daemon is silent, check that it still replies."""
@@ -243,11 +244,11 @@ class DaemonThread(CommandInbox):
 
     # --- the thread: commands ---------------------------------------------------------------------------------------
 
-    def _begin_fetch(self, seek: Seek, hold: Hold | None = None) -> bool:
-        """Let a seek wait, if that is wanted, for storage or behind its hit; then the hit's lease is given back."""
-        if not (self._fetches.are_wanted(seek, hold) and self._make_up_clear()):
+    def _begin_fetch(self, seek: Seek, hold: Hold | None = None, *, states: bool = False) -> bool:
+        """Let a seek wait, if wanted: for storage, behind its hit, or for states; its lease ends then."""
+        if not ((states or self._fetches.are_wanted(seek, hold)) and self._make_up_clear()):
             return False
-        ask = partial(begin_fetch, seek, stop=self._fetches.stop_of(seek))
+        ask = partial(begin_fetch, seek, stop=self._fetches.stop_of(seek), behind=hold if states else None)
         if (pending := self._call(ask, is_proof=False)) is None:
             return False
         self._fetches.add(seek, pending, hold)
@@ -289,13 +290,13 @@ class DaemonThread(CommandInbox):
             hold = self._answer(asked)
             if seek is acquiring[0][0]:
                 self._answers.observe(self._clock() - self._asked_at)
-            if hold is not None and self._begin_fetch(seek, hold):
+            if hold is not None and (self._begin_fetch(seek, hold) or self._end_at_branch(seek, hold)):
                 continue
             if self._client is None:
                 unanswered.append(seek)
             elif hold is None:
                 self._refuse(seek)
-            elif hold.hit and seek.load and hold.load is None:
+            elif hold.hit and seek.load and hold.load is None and seek.branches is None:
                 loading.append((seek, hold, self._call(partial(begin_load, hold), is_proof=False)))
             else:
                 self._say(Found(seek.ticket, self._number, hold.lease, hold.hit, hold.load))
@@ -310,6 +311,15 @@ class DaemonThread(CommandInbox):
         with self._changed:
             self._commands.put_back(unanswered)  # for the next session; refused if there is a pause first
 
+    def _end_at_branch(self, seek: Seek, hold: Hold) -> bool:
+        """Let a hit end at a branch, or a seek wait for the states of one; False if it has none, or needs none."""
+        if seek.branches is None:
+            return False
+        if (branch := self._call(partial(acquire_branch, seek, seek.branches, hold))) is None:
+            return self._fetches.are_states_wanted(seek, hold) and self._begin_fetch(seek, hold, states=True)
+        self._say(Found(seek.ticket, self._number, branch.lease, branch.hit, branch.load, seek.branches.blocks))
+        return True
+
     def _end_offers(self, batch: OfferBatch, asked: Pending[list[PreparedStore | RequestError]] | None) -> None:
         """Fetch the replies to offers that were sent."""
         plans = self._answer(asked)
@@ -318,7 +328,7 @@ class DaemonThread(CommandInbox):
                 self._tell(release)
         for offer, plan in batch.outcomes(plans):
             if isinstance(plan, RequestError):
-                self._tell_refusal(plan)
+                self._warnings.refusal(plan)
             self._say(Planned(offer.ticket, plan) if isinstance(plan, PreparedStore) else Unplanned(offer.ticket))
 
     def _make_up_clear(self) -> bool:
@@ -345,11 +355,11 @@ class DaemonThread(CommandInbox):
         try:
             result = call(self._client)
         except DeadlineExceeded as error:
-            self._tell_once(f"the daemon is slow; requests continue without external cache meanwhile: {error}")
+            self._warnings.once(f"the daemon is slow; requests continue without external cache meanwhile: {error}")
             self._keep_quiet()
         except RequestError as error:
             if self._client.is_alive:
-                self._tell_refusal(error)
+                self._warnings.refusal(error)
             else:
                 self._lose(str(error))
         except DaemonUnreachable as error:
@@ -374,7 +384,7 @@ class DaemonThread(CommandInbox):
         self._refuse_waiting((Seek, Offer), is_open=not self._is_closing)
 
     def _lose(self, why: str) -> None:
-        # No warning: the session also ends when vLLM stops. If no new one can be opened, `_open` warns.
+        # No warning, as the session also ends when vLLM stops; `_open` warns.
         log.info("kvcached: the session with the daemon is over: %s", why)
         self._events.append(Lost(self._number))
         self._put_back_fetching()
@@ -384,15 +394,6 @@ class DaemonThread(CommandInbox):
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-    def _tell_refusal(self, error: RequestError) -> None:
-        self._tell_once(f"the daemon refused: {error}", kind=error.code)
-
-    def _tell_once(self, message: str, *, kind: str = "") -> None:
-        """Log a warning, once per session for each kind of message."""
-        level = logging.DEBUG if (kind or message) in self._told else logging.WARNING
-        self._told.add(kind or message)
-        log.log(level, "kvcached: %s", message)
 
 
 def _longer(pause_s: float) -> float:

@@ -10,11 +10,16 @@ The key of a block of several groups is vLLM's hash of the last tokens in it, an
 `hash_tokens` tokens at a time, which may be fewer than a block has: an earlier hash inside the block would say nothing
 about the tokens behind it. The blocks of a unit are in the order of their last tokens. So a key of the chain depends on
 all tokens of the blocks before it, too: for the daemon, equal keys mean equal chains up to there.
+
+A group of *states* (Mamba, short convolutions, linear attention) has one block for all tokens up to a boundary, and
+only at some boundaries, so its blocks are not in the chain. What the groups of states have at a boundary is a *branch*
+of the chain: the chain up to the boundary, and behind it one block of each of these groups. The keys of a branch depend
+on the boundary as all keys do, so the state of another boundary is another branch. A hit ends where there is a branch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import lcm
 from typing import Final, NamedTuple, Protocol, overload
 
@@ -70,15 +75,22 @@ class Unit(NamedTuple):
         tokens: number of these tokens.
         hashes: number of vLLM's hashes of them.
         places: the blocks, in the order of the chain.
+        states: the blocks that hold the states behind the last of these tokens, in the order of a branch.
     """
 
     tokens: int
     hashes: int
     places: tuple[Place, ...]
+    states: tuple[Place, ...] = ()
 
 
-def unit_of(block_sizes: Sequence[int], hash_tokens: int) -> Unit:
+def unit_of(block_sizes: Sequence[int], hash_tokens: int, states: Collection[int] = ()) -> Unit:
     """The unit of groups with these numbers of tokens in a block.
+
+    Args:
+        block_sizes: of each group.
+        hash_tokens: tokens of one of vLLM's hashes.
+        states: numbers of the groups of states.
 
     Raises:
         ValueError: a block is not a whole number of hashes, or there are too many groups.
@@ -92,7 +104,13 @@ def unit_of(block_sizes: Sequence[int], hash_tokens: int) -> Unit:
         for block in range(tokens // size)
     ]
     places.sort(key=lambda place: (place.last_hash, place.group))
-    return Unit(tokens, tokens // hash_tokens, tuple(places))
+    hashes = tokens // hash_tokens
+    return Unit(
+        tokens,
+        hashes,
+        tuple(place for place in places if place.group not in states),
+        tuple(place for place in places if place.group in states and place.last_hash == hashes - 1),
+    )
 
 
 class GroupKeys(Sequence[bytes]):
@@ -121,6 +139,11 @@ class GroupKeys(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
         self._follow()
         return self._keys[index]
+
+    def of_states(self, units: int) -> list[bytes]:
+        """The keys of the states behind so many units, which are full."""
+        last = self._request.block_hashes[units * self._unit.hashes - 1]
+        return [group_key(last, place.group) for place in self._unit.states]
 
     def _follow(self) -> None:
         hashes, unit = self._request.block_hashes, self._unit
@@ -151,12 +174,14 @@ class Chains:
         is_grouped: whether there is a unit.
         unit_tokens: a hit is a multiple of so many tokens.
         unit_blocks: number of blocks that hold these tokens.
+        states: number of blocks that hold the states behind a unit; 0 = no group is of states.
     """
 
     def __init__(self, block_size: int, *, unit: Unit | None = None, live: LiveBlocks | None = None) -> None:
         self.is_grouped = unit is not None
         self.unit_tokens = block_size if unit is None else unit.tokens
         self.unit_blocks = 1 if unit is None else len(unit.places)
+        self.states = 0 if unit is None else len(unit.states)
         self.block_size = block_size
         self._unit = unit
         self._live = live
@@ -164,6 +189,29 @@ class Chains:
     def group_keys(self, request: Request) -> GroupKeys | None:
         """The keys of a request's chain; None with one group, where they are its hashes."""
         return None if self._unit is None else GroupKeys(request, self._unit)
+
+    def state_keys(self, chain: Sequence[bytes], units: int) -> list[bytes]:
+        """The keys of the states behind so many units of a chain."""
+        return chain.of_states(units) if isinstance(chain, GroupKeys) else []
+
+    def branch(self, chain: Sequence[bytes], units: int) -> list[bytes]:
+        """The keys of a chain up to so many units, and of the states behind them."""
+        return [*chain[: units * self.unit_blocks], *self.state_keys(chain, units)]
+
+    def state_blocks(self, tables: Sequence[Sequence[int]], units: int) -> list[int]:
+        """The ids of the blocks that hold the states behind so many units.
+
+        Args:
+            tables: the request's block ids, a list for each group.
+            units: number of units.
+        """
+        places = () if self._unit is None else self._unit.states
+        return [tables[place.group][place.index_in_group(units - 1)] for place in places]
+
+    def in_branch(self, blocks: Mapping[int, int]) -> list[int]:
+        """The blocks of states, by group, in the order of a branch; none unless every group of states has one."""
+        groups = [] if self._unit is None else [place.group for place in self._unit.states]
+        return [blocks[group] for group in groups] if set(groups) <= blocks.keys() else []
 
     def blocks_in(self, tokens: int) -> int:
         """Number of blocks in the units that are full with so many tokens."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
-from kvcached_client.vllm.daemon.commands import DropLoad, Fetching, Found, Pin, Release, Seek
+from kvcached_client.vllm.daemon.commands import Branches, DropLoad, Fetching, Found, Pin, Release, Seek
 from kvcached_client.vllm.daemon.inbox import LinkPort
 from kvcached_client.vllm.orders import pack_keys
 from kvcached_client.vllm.scheduling.announcements import Announcements
@@ -75,6 +75,7 @@ class Leases:
             return False
         hashes, size = tracked.chain, self._chains.block_size
         blocks, tokens = len(hashes), self._chains.daemon_tokens(tracked.request.num_tokens)
+        tokens = max(tokens, blocks * size)  # a branch has blocks of states, too
         if blocks > BLOCKS_PER_MESSAGE_MAX:
             blocks, tokens = BLOCKS_PER_MESSAGE_MAX, BLOCKS_PER_MESSAGE_MAX * size
         ticket = self.next_ticket()
@@ -89,6 +90,7 @@ class Leases:
             tracked.wishes.priority,
             tracked.wishes.prefetch,
             tracked.wishes.tenant,
+            self._branches(tracked, ticket) if load else None,
         )
         if not self._link.submit(seek):
             return False
@@ -104,6 +106,10 @@ class Leases:
         if not (tracked.session and blocks):
             return False
         keys = pack_keys(tracked.chain, 0, blocks)
+        units = (request.num_prompt_tokens - 1) // self._chains.unit_tokens
+        if self._chains.states and 0 < units * self._chains.unit_blocks <= blocks:
+            branch = self._chains.branch(tracked.chain, units)
+            keys = pack_keys(branch, 0, len(branch))
         return self._link.submit(Pin(tracked.session, keys, tracked.wishes.pin_ttl_ms))
 
     def release(self, tracked: RequestState) -> None:
@@ -112,6 +118,13 @@ class Leases:
         if tracked.lease is not None:
             self._link.submit(Release(tracked.session, tracked.lease))
             tracked.forget_lease()
+
+    def leave_branch(self, tracked: RequestState) -> None:
+        """Exchange a lease for the load of a branch for one on the chain, behind whose end stores go on."""
+        units = (tracked.depth - tracked.states) // self._chains.unit_blocks
+        self.release(tracked)
+        tracked.depth = tracked.offered = units * self._chains.unit_blocks
+        self.seek(tracked, load=False)
 
     def drop_load(self, tracked: RequestState) -> None:
         """Do not load the request's hit, even if the seek has no event yet."""
@@ -139,9 +152,22 @@ class Leases:
         tracked.ticket = 0
         tracked.session, tracked.lease, tracked.load = found.session, found.lease, found.load
         tracked.depth = tracked.offered = found.hit
+        tracked.states = found.states
         if not tracked.wants_load:
             self.drop_load(tracked)
+            if tracked.states:
+                self.leave_branch(tracked)
         return tracked
+
+    def _branches(self, tracked: RequestState, ticket: int) -> Branches | None:
+        """Where the hit of a request may end; None = anywhere."""
+        chains = self._chains
+        if not chains.states:
+            return None
+        ends = range(1, self.usable(tracked) // chains.unit_blocks + 1)
+        keys = [key for units in ends for key in chains.state_keys(tracked.chain, units)]
+        name = lease_name(f"{tracked.request.request_id}~states", ticket)
+        return Branches(name, chains.block_size, chains.unit_blocks, chains.states, b"".join(keys))
 
     def not_found(self, ticket: int) -> RequestState | None:
         """The request that gets no lease; None if it has asked again since."""

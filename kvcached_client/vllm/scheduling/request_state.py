@@ -141,6 +141,17 @@ class CachedRequests(Protocol):
         """Tokens that were computed before this step."""
 
 
+class BlockState(Protocol):
+    """What vLLM says of blocks beside which are new."""
+
+    @property
+    def boundary_state_offloads(self) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        """Blocks that hold states when this step is over and stay as they are, by request.
+
+        Of each block the number of its group, its id, and how many tokens the state is of.
+        """
+
+
 class Step(Protocol):
     """The decisions of vLLM's scheduler for a step."""
 
@@ -160,6 +171,10 @@ class Step(Protocol):
     def preempted_req_ids(self) -> set[str] | None:
         """Requests that lost their blocks since the last step."""
 
+    @property
+    def kv_connector_block_state(self) -> BlockState | None:
+        """What else vLLM says of blocks."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -178,6 +193,8 @@ class RequestState:
         is_late: the request was computed without the cache, because the event was late.
         wants_load: the hit was asked for, and the request has no blocks yet to load it into.
         load: slots of the hit, until the load is ordered or dropped.
+        states: how many of the lease's last blocks are states. Such a lease is for a load, or for a store of them.
+        loaded_units: behind how many units of the chain states were loaded; 0 = none.
         local_blocks: leading blocks that vLLM itself had cached when it asked for the hit.
         depth: depth of the lease, where its next store starts.
         offered: leading blocks that need no offer: they were offered, are in the hit, or were refused for now.
@@ -205,6 +222,8 @@ class RequestState:
     is_late: bool = False
     wants_load: bool = False
     load: PreparedLoad | None = None
+    states: int = 0
+    loaded_units: int = 0
     local_blocks: int = 0
     depth: int = 0
     offered: int = 0
@@ -223,6 +242,11 @@ class RequestState:
         return self.request.block_hashes if self.group_keys is None else self.group_keys
 
     @property
+    def loadable(self) -> int:
+        """Number of blocks of the chain in the prepared load."""
+        return 0 if self.load is None else len(self.load.slots) - self.states
+
+    @property
     def has_recomputed(self) -> bool:
         """Whether blocks of the hit that could not be loaded were computed instead, and the hit is complete now."""
         return self.recomputed_from is not None and self.due >= self.depth and not self.is_finished
@@ -230,5 +254,5 @@ class RequestState:
     def forget_lease(self) -> None:
         """Reset the state that belongs to a lease, after the lease was released or lost."""
         self.lease = self.load = None
-        self.depth = self.offered = 0
+        self.depth = self.offered = self.states = 0
         self.recomputed_from = None

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
-from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.vllm.daemon.commands import (
     Connected,
     DropLoad,
@@ -29,12 +28,13 @@ from kvcached_client.vllm.daemon.commands import (
     Unplanned,
 )
 from kvcached_client.vllm.daemon.inbox import LinkPort
-from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, job_span
+from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.chains import Chains
 from kvcached_client.vllm.scheduling.leases import Leases
-from kvcached_client.vllm.scheduling.loads import OrderedLoad
+from kvcached_client.vllm.scheduling.loads import OrderedLoad, order_load
 from kvcached_client.vllm.scheduling.request_state import BlockPool, Request, RequestState, Step
+from kvcached_client.vllm.scheduling.states import completed_states
 from kvcached_client.vllm.scheduling.store_queue import PREFILL_TOKENS, StoreQueue
 from kvcached_client.vllm.scheduling.stores import Stores
 from kvcached_client.vllm.scheduling.waiting import Patience, PrefillMeter, prompt_tokens
@@ -124,9 +124,9 @@ class SchedulerSide:
                 return None, False
             self._note_late(tracked)
             return 0, False
-        found = min(usable, 0 if tracked.load is None else len(tracked.load.slots))
+        found = min(usable, tracked.loadable)
         found -= found % chains.unit_blocks
-        if found <= local:
+        if found <= local or (tracked.states and found != tracked.loadable):
             return 0, False
         tracked.local_blocks = local
         return (found - local) // chains.unit_blocks * chains.unit_tokens, True
@@ -135,23 +135,17 @@ class SchedulerSide:
         """Order the load of `external_tokens` tokens into the blocks that a request got, a list for each group.
 
         Raises:
-            RuntimeError: no load was announced: a bug of kvcached or vLLM. The request would wait without end.
+            RuntimeError: no such load was announced: a bug of kvcached or vLLM. The request would wait without end.
         """
-        tracked = self._current(request)
-        if not external_tokens:
-            self._leases.drop_load(tracked)
-            return
-        load, start = tracked.load, tracked.local_blocks
-        if load is None:
-            raise RuntimeError(f"vLLM awaits {external_tokens} tokens for {request.request_id}, which nobody announced")
-        runs = list(self._chains.runs(tables, start, start + self._chains.blocks_in(external_tokens)))
-        spans = [job_span(tracked.chain, depth, run, load.slots[depth : depth + len(run)]) for depth, run in runs]
-        loaded = [block for _, run in runs for block in run]
-        job = BlockJob(load.transfer, load.generation, tuple(spans))
-        self._new_loads.append(LoadOrder(tracked.session, request.request_id, job))
-        self._loading[request.request_id] = OrderedLoad(tracked.session, load.transfer, start, tuple(loaded))
-        tracked.load = None
-        tracked.wants_load = False
+        tracked, chains = self._current(request), self._chains
+        if external_tokens:
+            order, self._loading[request.request_id] = order_load(tracked, chains, tables, external_tokens)
+            self._new_loads.append(order)
+            tracked.loaded_units = tracked.loadable // chains.unit_blocks
+            tracked.load = None
+        self._leases.drop_load(tracked)
+        if tracked.states:
+            self._leases.leave_branch(tracked)
 
     # --- hooks: steps -----------------------------------------------------------------------------------------------
 
@@ -162,6 +156,7 @@ class SchedulerSide:
             if (tracked := self._by_id.get(request_id)) is not None:
                 self._current(tracked.request)
         self._follow(step)
+        self._keep_states(step)
         self._prefill.begin(self._clock(), prompt_tokens(step, self._by_id))
         self._patience.begin_step(is_idle=not step.num_scheduled_tokens)
         loads, self._new_loads = tuple(self._new_loads), []
@@ -292,8 +287,9 @@ class SchedulerSide:
         """Reset the state of a request that lost its blocks, and ask for its hit again."""
         request = tracked.request
         self._leases.release(tracked)
-        self._store_queue.drop_kept(tracked)
+        self._store_queue.forget_kept(tracked)
         tracked.preemptions = request.num_preemptions
+        tracked.loaded_units = 0
         tracked.ticket = tracked.full = tracked.due = 0
         tracked.is_asked = False
         tracked.block_ids = []
@@ -306,8 +302,8 @@ class SchedulerSide:
             tracked.recomputed_from = bad_from
             return
         self._leases.release(tracked)  # the next lease begins at the first block that the daemon has lost
-        self._store_queue.drop_kept(tracked)
-        tracked.full = tracked.due = 0
+        self._store_queue.forget_kept(tracked)
+        tracked.full = tracked.due = tracked.loaded_units = 0
 
     def _full_blocks(self, tracked: RequestState, computed_tokens: int) -> int:
         """Number of leading blocks that can be stored once `computed_tokens` tokens are computed.
@@ -340,6 +336,13 @@ class SchedulerSide:
             end = computed + scheduled[request_id]
             if end >= (tracked.full // chains.unit_blocks + 1) * chains.unit_tokens:
                 self._fill(tracked, end)
+
+    def _keep_states(self, step: Step) -> None:
+        """Hold the states that this step completes, until they are stored."""
+        for request_id, units, block_ids in completed_states(step, self._chains):
+            tracked = self._by_id.get(request_id)
+            if tracked is not None and tracked.wishes.share and units > tracked.loaded_units:
+                self._store_queue.keep_state(tracked, units, block_ids)
 
     def _fill(self, tracked: RequestState, computed_tokens: int) -> None:
         if not tracked.wishes.share:

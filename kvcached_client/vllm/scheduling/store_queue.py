@@ -16,6 +16,7 @@ from kvcached_client.vllm.orders import StoreId, StoreOrder, pack_keys
 from kvcached_client.vllm.scheduling.chains import Chains
 from kvcached_client.vllm.scheduling.leases import Leases
 from kvcached_client.vllm.scheduling.request_state import RequestState
+from kvcached_client.vllm.scheduling.states import WaitingStates
 from kvcached_client.vllm.scheduling.stores import PendingStore, Stores
 
 #: Stores that hold blocks at once. Further offers wait while their requests live.
@@ -53,13 +54,14 @@ class StoreQueue:
         self._parting: dict[RequestState, None] = {}
         #: Finished requests whose prompt is to be pinned once their stores are over.
         self._to_pin: dict[RequestState, None] = {}
+        self._states = WaitingStates(chains)
         #: Stores that failed on one worker, and that other workers have not ended.
         self._failed: set[StoreId] = set()
 
     @property
     def is_busy(self) -> bool:
         """Whether stores need further steps."""
-        return bool(self._stores or self._parting)
+        return bool(self._stores or self._parting or self._states)
 
     @property
     def frees_soon(self) -> bool:
@@ -98,10 +100,35 @@ class StoreQueue:
         self._stores.free(tracked.parting)
         tracked.parting = []
 
+    def forget_kept(self, tracked: RequestState) -> None:
+        """Free also the states of a request that loses its blocks."""
+        self.drop_kept(tracked)
+        for state in self._states.take_of(tracked):
+            self.skipped_blocks += len(state.parting)
+            self.drop_kept(state)
+
+    def keep_state(self, tracked: RequestState, units: int, block_ids: list[int]) -> None:
+        """Hold the states behind so many units of a request's chain until they are stored.
+
+        Call it in the step that completes them. They are not stored if the blocks before them are not, or if no more
+        blocks may be held.
+        """
+        before = units * self._chains.unit_blocks
+        if tracked.full < before or len(block_ids) > self._stores.room or not self._link.is_taking:
+            self.skipped_blocks += len(block_ids)
+            return
+        self._stores.hold(block_ids)
+        self._watch_held()
+        self._states.add(tracked, units, block_ids)
+
     def take_orders(self) -> tuple[StoreOrder, ...]:
         """Make the postponed offers, and return the orders that go to the workers now."""
         for tracked in list(self._postponed):
             self.advance(tracked)
+        for state in self._states.take_ready(self._is_storing):
+            self._parting[state] = None
+            if not self._leases.seek(state, load=False):
+                self._part(state)
         return self._stores.take_orders()
 
     def advance(self, tracked: RequestState) -> None:
@@ -249,6 +276,10 @@ class StoreQueue:
             self.drop_kept(tracked)
         return tracked.parting[:OFFER_BLOCKS_MAX]
 
+    def _is_storing(self, tracked: RequestState) -> bool:
+        """Whether blocks of a request's chain are being stored, or are about to be offered."""
+        return bool(tracked.ticket) or tracked in self._parting or self._stores.has_any_of(tracked)
+
     def _has_kept(self, tracked: RequestState) -> bool:
         """Whether the blocks that wait for their offer are held: `RequestState.parting`."""
         return tracked.is_finished or self._chains.is_grouped
@@ -283,6 +314,7 @@ class StoreQueue:
     def _pin_stored(self) -> None:
         """Pin the prompts of finished requests none of whose blocks are still to be stored."""
         for tracked in list(self._to_pin):
-            if tracked not in self._parting and not self._stores.has_any_of(tracked):
+            waiting = self._states.has_any_of(tracked) or any(each.request is tracked.request for each in self._parting)
+            if not waiting and not self._stores.has_any_of(tracked):
                 del self._to_pin[tracked]
                 self.refused_pins += not self._leases.pin(tracked)

@@ -69,8 +69,8 @@ class Stores:
         return len(self._planning) + len(self._ready) + len(self._copying)
 
     def has_any_of(self, tracked: RequestState) -> bool:
-        """Whether blocks of a request are being stored."""
-        return any(store.tracked is tracked for store in self._all())
+        """Whether blocks or states of a request are being stored."""
+        return any(store.tracked.request is tracked.request for store in self._all())
 
     @property
     def room(self) -> int:
