@@ -81,4 +81,4 @@ def vllm_kept_blocks_outlive_a_refused_store(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/vllm_connector/test_groups.py::test_preempted_request_holds_nothing_that_waits")
 def vllm_kept_blocks_outlive_a_preemption(patch: pytest.MonkeyPatch) -> None:
     """A request that lost its blocks to others offers them as its own."""
-    rewrite(patch, SchedulerSide._start_over, "self._store_queue.drop_kept(tracked)", "pass")
+    rewrite(patch, SchedulerSide._start_over, "self._store_queue.forget_kept(tracked)", "pass")

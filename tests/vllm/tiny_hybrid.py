@@ -144,7 +144,7 @@ def lfm2(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         sizes = {"conv": (1, shape.window), "in_proj": (plain.hidden,), "out_proj": (plain.hidden,)}
         for name, size in sizes.items():
             rows = 3 * plain.hidden if name == "in_proj" else plain.hidden
-            spread = 1.0 if name == "conv" else plain.spread
+            spread = 0.5 if name == "conv" else plain.hidden**-0.5  # gates multiply, so that large values explode
             weights[f"{prefix}.conv.{name}.weight"] = torch.randn(rows, *size, generator=source) * spread
     return config, weights
 

@@ -86,6 +86,7 @@ class ScriptedClient:
         self.calls: list[tuple[Any, ...]] = []
         self.entered = threading.Event()
         self.pending: list[FakePending] = []
+        self.stored: set[bytes] = set()  #: branches, by their keys
         self.listened = threading.Event()
         self._said = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._called = threading.Semaphore(0)
@@ -128,6 +129,12 @@ class ScriptedClient:
         assert load_from == (None if full else 0)
         wishes = [each for each in (priority, tenant) if each]
         return self._begin("acquire", request, keys, tokens, full, *wishes)
+
+    def begin_match(self, keys: bytes, tokens: int, *, full: bool) -> Any:
+        assert full
+        assert tokens % (len(keys) // 16) == 0
+        self.calls.append(("match", keys))
+        return FakeAsked(lambda: len(keys) // 16 if keys in self.stored else len(keys) // 16 - 1)
 
     def pin(self, keys: bytes, *, ttl_ms: int) -> Any:
         return self._answer("pin", keys, ttl_ms)
