@@ -25,7 +25,7 @@ TRANSFER_CONFIG: Final = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-#: The connector that takes sliding windows beside vLLM's hybrid cache manager.
+#: The connector that takes sliding windows and states, with vLLM's hybrid cache manager.
 HYBRID_CONNECTOR: Final = "KvcachedHybridConnector"
 #: What is right in that place, too: an engine that only loads.
 _ALSO: Final = {"kv_connector": HYBRID_CONNECTOR, "kv_role": "kv_consumer"}
@@ -40,7 +40,11 @@ _SHORT: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size"}
 _CHECK: Final = "vllm flags"
 _MODEL: Final = "model"
 #: `layer_types` whose blocks vLLM keeps in one group.
-_ATTENTION_LAYERS: Final = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_LAYERS: Final = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+#: Those that keep states.
+_STATE_LAYERS: Final = {"conv", "linear_attention", "mamba", "mamba2"}
+#: Flags with which the connector refuses states.
+_WITHOUT_STATES: Final = ("no-enable-prefix-caching", "speculative-config")
 #: Models with some layers of full attention whose older configurations do not say which.
 _MIXED_MODELS: Final = {"gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss"}
 
@@ -63,8 +67,8 @@ class VllmFlags:
         return self.options.get("prefix-caching-hash-algo", DEFAULT_ALGORITHM)
 
     @property
-    def takes_windows(self) -> bool:
-        """Whether the connector that they name takes models whose layers all have sliding windows."""
+    def is_hybrid(self) -> bool:
+        """Whether the connector that they name takes models with states, or whose layers all have sliding windows."""
         return any(
             HYBRID_CONNECTOR in value for name, value in self.options.items() if name.startswith("kv-transfer-config")
         )
@@ -223,15 +227,13 @@ def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Itera
             "blocks on the CPU, and the connector refuses it",
             "use another model, or no kvcached",
         )
-    kinds = set(text.get("layer_types") or ())
-    if kinds - _ATTENTION_LAYERS or any(name in text for name in STATE_SPACE_FIELDS):
-        others = ", ".join(sorted(kinds - _ATTENTION_LAYERS)) or "state space"
-        text_ = f"the model has layers that are not attention ({others}): the connector does not support them"
-        yield Finding(_MODEL, "fail", text_, "use another model, or no kvcached")
+    others = set(text.get("layer_types") or ()) - _ATTENTION_LAYERS
+    if others or any(name in text for name in STATE_SPACE_FIELDS):
+        yield from _check_states(text, others, flags)
         return
     window = _only_window(text)
     longest = flags.options.get("max-model-len") or text.get("max_position_embeddings")
-    if window and not flags.takes_windows and not (str(longest).isdecimal() and int(str(longest)) <= window):
+    if window and not flags.is_hybrid and not (str(longest).isdecimal() and int(str(longest)) <= window):
         yield Finding(
             _MODEL,
             "fail",
@@ -239,6 +241,25 @@ def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Itera
             "connector refuses longer contexts",
             f"name the connector {HYBRID_CONNECTOR}, or --max-model-len {window}, or use no kvcached",
         )
+
+
+def _check_states(text: Mapping[str, Any], others: set[str], flags: VllmFlags) -> Iterator[Finding]:
+    """Whether the connector takes a model with layers that are not attention."""
+    named = ", ".join(sorted(others)) or "state space"
+    kinds = set(text.get("layer_types") or ())
+    has_attention = bool(kinds & _ATTENTION_LAYERS) if kinds else "num_attention_heads" in text
+    if others - _STATE_LAYERS or not has_attention:
+        fix = "use another model, or no kvcached"
+        words = f"the model has layers that are not attention ({named})"
+        why = "the connector does not support them" if has_attention else "and none with attention, which vLLM needs"
+        yield Finding(_MODEL, "fail", f"{words}: {why}", fix)
+    elif not flags.is_hybrid:
+        words = f"the model has layers with states ({named}), which the connector does not support"
+        yield Finding(_MODEL, "fail", words, f"name the connector {HYBRID_CONNECTOR}")
+    for name in _WITHOUT_STATES:
+        if name in flags.options:
+            words = f"--{name}: the connector refuses it for a model with states ({named})"
+            yield Finding(_MODEL, "fail", words, f"leave out --{name}")
 
 
 def _only_window(text: Mapping[str, Any]) -> int:

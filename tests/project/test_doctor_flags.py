@@ -198,8 +198,13 @@ def model_problems(folder: Path, *arguments: str, **fields: object) -> list[Find
     [
         ({"kv_lora_rank": 512}, "multi-head latent attention"),
         ({"text_config": {"kv_lora_rank": 512}}, "multi-head latent attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "not attention (linear_attention)"),
-        ({"mamba_d_state": 64}, "not attention (state space)"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "with states (linear_attention), which the connector",
+        ),
+        ({"mamba_d_state": 64}, "with states (state space), which the connector"),
+        ({"layer_types": ["linear_attention"] * 2}, "none with attention"),
+        ({"layer_types": ["hyena", "full_attention"]}, "not attention (hyena)"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding windows of 4096 tokens"),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 512}, "sliding windows of 512 tokens"),
     ],
@@ -216,6 +221,22 @@ def test_hybrid_connector_takes_windows(tmp_path: Path) -> None:
     hybrid = changed(kv_connector=HYBRID_CONNECTOR)
     assert problems(hybrid) == problems(changed())
     assert model_problems(tmp_path, *hybrid, model_type="mistral", sliding_window=4096) == []
+
+
+STATES = {"layer_types": ["conv", "full_attention"]}
+
+
+@pytest.mark.parametrize("fields", [STATES, {"layer_types": ["mamba", "attention"]}, {"mamba_d_state": 64}])
+def test_hybrid_connector_takes_states(tmp_path: Path, fields: dict[str, object]) -> None:
+    """With the connector for several groups of layers, states beside attention are no problem."""
+    assert model_problems(tmp_path, *changed(kv_connector=HYBRID_CONNECTOR), **fields) == []
+
+
+@pytest.mark.parametrize("flags", [["--no-enable-prefix-caching"], ["--speculative-config", "{}"]])
+def test_states_are_refused_with_some_flags(tmp_path: Path, flags: list[str]) -> None:
+    """Without prefix caching vLLM keeps no states, and speculative decoding is refused with several groups."""
+    (finding,) = model_problems(tmp_path, *changed(kv_connector=HYBRID_CONNECTOR), *flags, **STATES)
+    assert (finding.level, finding.fix) == ("fail", f"leave out {flags[0]}")
 
 
 @pytest.mark.parametrize(
