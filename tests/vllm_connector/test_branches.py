@@ -41,7 +41,7 @@ class BranchClient(ScriptedClient):
     """A session in which only branches are loaded."""
 
     def begin_acquire(
-        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, load_from: int | None
+        self, request: str, keys: bytes, tokens: int, *, full: bool, priority: int, tenant: str, load_from: int | None
     ) -> Any:
         assert load_from == (0 if request == BRANCHES.name else None)
         assert full == (request == BRANCHES.name)

@@ -135,7 +135,7 @@ def test_latent_attention_on_an_accelerator_is_not_refused_for_that() -> None:
 @pytest.mark.parametrize("groups", [0, 2])
 def test_hybrid_models_are_refused(groups: int) -> None:
     """Several groups of layers with caches of their own are refused: vLLM makes them one where that is possible."""
-    with pytest.raises(ValueError, match="state-space layers have; one is supported"):
+    with pytest.raises(ValueError, match="states have beside attention; one is supported"):
         check_config(vllm_config(), cache_config(groups), keeps_all_blocks=True)
 
 

@@ -31,7 +31,9 @@ def acquire_branch(seek: Seek, branches: Branches, hold: Hold, client: Client) -
     if keys is None:
         return None
     tokens = branches.tokens_of(keys)
-    found = client.begin_acquire(branches.name, keys, tokens, full=True, priority=seek.priority, load_from=0).result()
+    found = client.begin_acquire(
+        branches.name, keys, tokens, full=True, priority=seek.priority, tenant=seek.tenant, load_from=0
+    ).result()
     if found.load is None or found.hit * KEY_SIZE_BYTES != len(keys):  # it was evicted meanwhile, or copies are paused
         if found.load is not None:
             client.cancel_load(found.load.transfer)
