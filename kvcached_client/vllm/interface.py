@@ -12,7 +12,14 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from kvcached_client.vllm.scheduling.request_state import BlockPool, CachedRequests, NewRequest, Request, Step
+from kvcached_client.vllm.scheduling.request_state import (
+    BlockPool,
+    BlockState,
+    CachedRequests,
+    NewRequest,
+    Request,
+    Step,
+)
 
 _BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _CONNECTOR: Final = "kvcached_client.vllm.connector:KvcachedConnector"
@@ -32,6 +39,7 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": frozenset({"request_finished_all_groups"}),
     _BASE: frozenset({"bind_kv_cache_manager", "get_transfer_results"}),
     "vllm.v1.core.sched.output:SchedulerOutput": _names(Step),
+    "vllm.v1.core.sched.output:KVConnectorBlockState": _names(BlockState),
     "vllm.v1.core.sched.output:NewRequestData": _names(NewRequest),
     "vllm.v1.core.sched.output:CachedRequestData": _names(CachedRequests),
     "vllm.v1.outputs:KVConnectorOutput": frozenset(

@@ -80,6 +80,13 @@ class StoreReport:
 
 
 _FEW: Final = 16
+#: So much of a hash is in the key of a block of several groups.
+GROUP_HASH_BYTES: Final = KEY_SIZE_BYTES - 1
+
+
+def group_key(block_hash: bytes, group: int) -> bytes:
+    """The key of a group's block, by the hash of the last tokens in it."""
+    return block_hash[:GROUP_HASH_BYTES] + bytes([group])
 
 
 def pack_keys(hashes: Sequence[bytes], start: int, stop: int) -> bytes:

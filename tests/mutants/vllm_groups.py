@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached_client.vllm import orders
 from kvcached_client.vllm.scheduling import chains
 from kvcached_client.vllm.scheduling.chains import Chains, GroupKeys
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
@@ -28,7 +29,7 @@ def vllm_blocks_of_a_unit_in_the_order_of_groups(patch: pytest.MonkeyPatch) -> N
 @caught_by(f"{_TESTS}::test_keys_of_groups_differ")
 def vllm_groups_share_keys(patch: pytest.MonkeyPatch) -> None:
     """A layer with a window gets the block of a layer with full attention."""
-    rewrite(patch, chains.group_key, "bytes([group])", "bytes(1)")
+    rewrite(patch, orders.group_key, "bytes([group])", "bytes(1)")
 
 
 @caught_by(f"{_TESTS}::test_keys_follow_a_request_that_gets_other_tokens")

@@ -22,7 +22,7 @@ _DAEMON = "tests/vllm_connector/test_branches.py::"
 @caught_by(_DAEMON + "test_states_of_another_boundary_are_no_branch")
 def vllm_state_of_an_earlier_boundary_taken_for_the_hits(patch: pytest.MonkeyPatch) -> None:
     """Behind a hit, the states of the first boundary count: a request goes on with a state of fewer tokens."""
-    rewrite(patch, Branches.behind, "self.keys[(units - 1) * size : units * size]", "self.keys[:size]")
+    rewrite(patch, Branches.behind, "(units - 1) * GROUP_HASH_BYTES : units * GROUP_HASH_BYTES", ":GROUP_HASH_BYTES")
 
 
 @caught_by(_SCHEDULER + "test_states_of_different_boundaries_have_different_keys")

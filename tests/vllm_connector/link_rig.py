@@ -154,7 +154,10 @@ class ScriptedClient:
 
     def listen(self, wake: int, timeout_s: float) -> bool:
         self.listened.set()
-        ready, _, _ = select.select([wake, self._said], [], [], timeout_s if self.is_patient else 0)
+        poller = select.poll()  # it takes descriptors above 1023, which a process that runs all tests has
+        for descriptor in (wake, self._said):
+            poller.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poller.poll(timeout_s * 1000 if self.is_patient else 0)]
         if self._said in ready:
             os.eventfd_read(self._said)
         return bool(ready)

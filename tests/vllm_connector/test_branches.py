@@ -25,15 +25,11 @@ from tests.vllm_connector.link_rig import (
 
 __all__ = ["fetching_rig", "rig"]
 
-SIZE, UNITS, STATES = 4, 100, 2
+SIZE, UNITS, GROUPS = 4, 100, (1, 2)
+STATES = len(GROUPS)
 CHAIN = b"".join(b"block" + bytes([unit]) * 11 for unit in range(UNITS))
-BRANCHES = Branches(
-    "r~states",
-    SIZE,
-    1,
-    STATES,
-    b"".join(b"state" + bytes([unit, group]) + bytes(9) for unit in range(UNITS) for group in range(STATES)),
-)
+HASHES = [b"hash" + bytes([unit]) * 11 for unit in range(UNITS)]
+BRANCHES = Branches("r~states", SIZE, 1, GROUPS, b"".join(HASHES))
 CHAIN_HOLD = Hold(LeaseId(5), 3)
 
 
@@ -51,8 +47,10 @@ class BranchClient(ScriptedClient):
         return [call[1:] for call in self.calls if call[0] == name]
 
 
-def branch(units: int) -> bytes:
-    return CHAIN[: units * 16] + BRANCHES.keys[(units - 1) * STATES * 16 : units * STATES * 16]
+def branch(units: int, *, states: int = 0) -> bytes:
+    """The keys of a branch; with the states of another boundary, if one is named."""
+    last = HASHES[(states or units) - 1]
+    return CHAIN[: units * 16] + b"".join(last + bytes([group]) for group in GROUPS)
 
 
 def branch_hold(units: int) -> Hold:
@@ -75,7 +73,7 @@ def test_longest_branch_is_acquired() -> None:
 def test_states_of_another_boundary_are_no_branch() -> None:
     """A branch is the blocks up to a boundary with the states of this boundary, not with those of an earlier one."""
     client = BranchClient(1)
-    client.stored = {CHAIN[: 3 * 16] + BRANCHES.keys[: STATES * 16]}
+    client.stored = {branch(3, states=1)}
     assert acquire_branch(seek(), BRANCHES, CHAIN_HOLD, client) is None
     assert client.called("match") == [(branch(units),) for units in (3, 2, 1)]
 

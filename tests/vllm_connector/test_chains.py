@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcached_client.vllm.scheduling.chains import Chains, GroupKeys, group_key, unit_of
+from kvcached_client.vllm.orders import group_key
+from kvcached_client.vllm.scheduling.chains import Chains, GroupKeys, unit_of
 from kvcached_client.vllm.scheduling.request_state import RequestState
 from tests.vllm_connector.rig import BLOCK, FakeRequest
 

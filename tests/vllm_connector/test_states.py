@@ -8,7 +8,8 @@ import pytest
 from kvcached_client.offload import PreparedLoad
 from kvcached_client.types import LeaseId, TransferId
 from kvcached_client.vllm.daemon.commands import Branches, DropLoad, Found, Offer, Pin, Release, Seek
-from kvcached_client.vllm.scheduling.chains import Chains, GroupKeys, group_key, unit_of
+from kvcached_client.vllm.orders import group_key
+from kvcached_client.vllm.scheduling.chains import Chains, GroupKeys, unit_of
 from tests.vllm_connector.mini_hybrid import ListedBlock
 from tests.vllm_connector.rig import BLOCK, GENERATION, FakeRequest, FakeStep, HandedOff, New, Rig
 
@@ -104,8 +105,8 @@ def test_seek_names_where_a_hit_may_end() -> None:
     request = rig.arrive("r", 3 * BLOCK)
     (seek,) = rig.link.commands
     assert isinstance(seek, Seek)
-    keys = b"".join(key for units in (1, 2) for key in state_keys(request, units))
-    assert seek.branches == Branches("r~states~1", BLOCK, 1, len(STATES), keys)
+    hashes = b"".join(each[:15] for each in request.block_hashes[:2])
+    assert seek.branches == Branches("r~states~1", BLOCK, 1, STATES, hashes)
     assert seek.branches.behind(2, seek.keys) == b"".join([*GroupKeys(request, UNIT)[:2], *state_keys(request, 2)])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvcached_client.offload import PreparedLoad, PreparedStore
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
-from kvcached_client.vllm.orders import SessionNote
+from kvcached_client.vllm.orders import GROUP_HASH_BYTES, SessionNote, group_key
 from kvcached_client.vllm.settings import PrefetchMode
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -20,20 +20,21 @@ class Branches:
         name: name of a lease on one of them, unique among live leases.
         block_size: tokens in a block, as the daemon was told.
         unit_blocks: number of blocks of a unit.
-        blocks: number of blocks of the states behind a unit.
-        keys: keys of the states behind the first unit, behind the second one, and so on; 16 bytes each.
+        groups: the groups of states, each of which has a block behind a unit.
+        hashes: the first bytes of the hash of the last tokens in the first unit, in the second one, and so on.
     """
 
     name: str
     block_size: int
     unit_blocks: int
-    blocks: int
-    keys: bytes
+    groups: tuple[int, ...]
+    hashes: bytes
 
     def behind(self, units: int, chain: bytes) -> bytes:
         """The keys of the branch behind so many units of a chain."""
-        size = self.blocks * KEY_SIZE_BYTES
-        return chain[: units * self.unit_blocks * KEY_SIZE_BYTES] + self.keys[(units - 1) * size : units * size]
+        last = self.hashes[(units - 1) * GROUP_HASH_BYTES : units * GROUP_HASH_BYTES]
+        states = b"".join([group_key(last, group) for group in self.groups])
+        return chain[: units * self.unit_blocks * KEY_SIZE_BYTES] + states
 
     def tokens_of(self, branch: bytes) -> int:
         """Number of tokens of a branch, as the daemon counts them."""
@@ -41,7 +42,7 @@ class Branches:
 
     def units_of(self, chain_blocks: int) -> int:
         """Number of units behind which a hit of so many blocks of the chain may end."""
-        return min(chain_blocks // self.unit_blocks, len(self.keys) // (self.blocks * KEY_SIZE_BYTES))
+        return min(chain_blocks // self.unit_blocks, len(self.hashes) // GROUP_HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

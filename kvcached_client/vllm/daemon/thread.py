@@ -317,7 +317,7 @@ class DaemonThread(CommandInbox):
             return False
         if (branch := self._call(partial(acquire_branch, seek, seek.branches, hold))) is None:
             return self._fetches.are_states_wanted(seek, hold) and self._begin_fetch(seek, hold, states=True)
-        self._say(Found(seek.ticket, self._number, branch.lease, branch.hit, branch.load, seek.branches.blocks))
+        self._say(Found(seek.ticket, self._number, branch.lease, branch.hit, branch.load, len(seek.branches.groups)))
         return True
 
     def _end_offers(self, batch: OfferBatch, asked: Pending[list[PreparedStore | RequestError]] | None) -> None:

@@ -23,7 +23,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import lcm
 from typing import Final, NamedTuple, Protocol, overload
 
-from kvcached_client.types import KEY_SIZE_BYTES
+from kvcached_client.vllm.daemon.commands import Branches
+from kvcached_client.vllm.orders import GROUP_HASH_BYTES, group_key
 from kvcached_client.vllm.scheduling.request_state import Request, RequestState
 
 #: Groups have numbers of one byte.
@@ -145,6 +146,14 @@ class GroupKeys(Sequence[bytes]):
         last = self._request.block_hashes[units * self._unit.hashes - 1]
         return [group_key(last, place.group) for place in self._unit.states]
 
+    def branches(self, name: str, block_size: int, units: int) -> Branches:
+        """The branches behind the first unit, the second one, and so on; `block_size` as the daemon was told."""
+        hashes, unit = self._request.block_hashes, self._unit
+        ends = b"".join(
+            [each[:GROUP_HASH_BYTES] for each in hashes[unit.hashes - 1 : units * unit.hashes : unit.hashes]]
+        )
+        return Branches(name, block_size, len(unit.places), tuple(place.group for place in unit.states), ends)
+
     def _follow(self) -> None:
         hashes, unit = self._request.block_hashes, self._unit
         known = len(self._keys) // len(unit.places) * unit.hashes
@@ -154,11 +163,6 @@ class GroupKeys(Sequence[bytes]):
         for start in range(known, len(hashes) - unit.hashes + 1, unit.hashes):
             self._keys += [group_key(hashes[start + place.last_hash], place.group) for place in unit.places]
             self._last_hash = hashes[start + unit.hashes - 1]
-
-
-def group_key(block_hash: bytes, group: int) -> bytes:
-    """The key of a group's block, by the hash of the last tokens in it."""
-    return block_hash[: KEY_SIZE_BYTES - 1] + bytes([group])
 
 
 class Chains:
@@ -190,13 +194,10 @@ class Chains:
         """The keys of a request's chain; None with one group, where they are its hashes."""
         return None if self._unit is None else GroupKeys(request, self._unit)
 
-    def state_keys(self, chain: Sequence[bytes], units: int) -> list[bytes]:
-        """The keys of the states behind so many units of a chain."""
-        return chain.of_states(units) if isinstance(chain, GroupKeys) else []
-
     def branch(self, chain: Sequence[bytes], units: int) -> list[bytes]:
         """The keys of a chain up to so many units, and of the states behind them."""
-        return [*chain[: units * self.unit_blocks], *self.state_keys(chain, units)]
+        states = chain.of_states(units) if isinstance(chain, GroupKeys) else []
+        return [*chain[: units * self.unit_blocks], *states]
 
     def state_blocks(self, tables: Sequence[Sequence[int]], units: int) -> list[int]:
         """The ids of the blocks that hold the states behind so many units.

@@ -12,7 +12,7 @@ from kvcached_client.vllm.daemon.commands import Branches, DropLoad, Fetching, F
 from kvcached_client.vllm.daemon.inbox import LinkPort
 from kvcached_client.vllm.orders import pack_keys
 from kvcached_client.vllm.scheduling.announcements import Announcements
-from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.chains import Chains, GroupKeys
 from kvcached_client.vllm.scheduling.request_state import RequestState
 from kvcached_client.vllm.scheduling.waiting import PrefillRate
 
@@ -159,16 +159,6 @@ class Leases:
                 self.leave_branch(tracked)
         return tracked
 
-    def _branches(self, tracked: RequestState, ticket: int) -> Branches | None:
-        """Where the hit of a request may end; None = anywhere."""
-        chains = self._chains
-        if not chains.states:
-            return None
-        ends = range(1, self.usable(tracked) // chains.unit_blocks + 1)
-        keys = [key for units in ends for key in chains.state_keys(tracked.chain, units)]
-        name = lease_name(f"{tracked.request.request_id}~states", ticket)
-        return Branches(name, chains.block_size, chains.unit_blocks, chains.states, b"".join(keys))
-
     def not_found(self, ticket: int) -> RequestState | None:
         """The request that gets no lease; None if it has asked again since."""
         tracked, _ = self._seeking.pop(ticket)
@@ -176,6 +166,14 @@ class Leases:
             return None
         tracked.ticket = 0
         return tracked
+
+    def _branches(self, tracked: RequestState, ticket: int) -> Branches | None:
+        """Where the hit of a request may end; None = anywhere."""
+        keys, chains = tracked.group_keys, self._chains
+        if not chains.states or not isinstance(keys, GroupKeys):
+            return None
+        name = lease_name(f"{tracked.request.request_id}~states", ticket)
+        return keys.branches(name, chains.block_size, self.usable(tracked) // chains.unit_blocks)
 
 
 def lease_name(request_id: str, ticket: int) -> str:
