@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -89,6 +90,7 @@ class ScriptedClient:
         self.stored: set[bytes] = set()  #: branches, by their keys
         self.listened = threading.Event()
         self._said = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._said)
         self._called = threading.Semaphore(0)
         self.go_on = threading.Event()
         self.go_on.set()
