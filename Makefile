@@ -14,12 +14,14 @@
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # MUTANTS      names of mutants, or --passed if all tests have passed just now   make mutants MUTANTS=--passed
+# PART         K/N: of slow, vllm and mutants, every Nth file or mutant from the Kth on   make slow PART=0/2
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
 # REPLAY       options of the replay                      make replay REPLAY='--model tiny --requests 60'
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
+PART ?= 0/1
 
 VENV := .venv
 VLLM_VENV := .venv-vllm
@@ -83,7 +85,7 @@ full: env
 	@$(BIN)/python -m pytest -m "full and not slow and not vllm and not sglang" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: env
-	@$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --part $(PART)
 
 # A copy, so that what is compiled hides no sources here.
 compiled: env
@@ -95,7 +97,7 @@ compiled: env
 	@cd build/compiled && ../../$(BIN)/python -m kvcached demo
 
 mutants: env
-	@$(BIN)/python -m tests.mutants.run $(MUTANTS)
+	@$(BIN)/python -m tests.mutants.run --part $(PART) $(MUTANTS)
 
 lint: env
 	$(BIN)/ruff check
@@ -127,7 +129,7 @@ $(VLLM_STAMP): tests/vllm/environment/build.py $(VLLM_LOCK) $(CLIENT) | $(STAMP)
 	@touch $@
 
 vllm: env vllm-env
-	@$(BIN)/python -m pytest -m vllm
+	@$(BIN)/python -m pytest -m vllm --part $(PART)
 
 # SGLang has one as well.
 sglang-env: $(SGLANG_STAMP)

@@ -33,6 +33,16 @@ _QUICK = frozenset(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--part K/N``."""
+    parser.addoption(
+        "--part",
+        default="0/1",
+        metavar="K/N",
+        help="run every Nth file of those selected, from the Kth on (default: all)",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the other folders, but for those that are marked to be in every run."""
@@ -40,3 +50,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder not in _QUICK and item.get_closest_marker("end_to_end") is None:
             item.add_marker(pytest.mark.full)
+
+
+class _Parts:
+    """Leaves out the files of other parts."""
+
+    @pytest.hookimpl(trylast=True)  # when other options have left out what they leave out
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        first, step = map(int, config.getoption("--part").split("/"))
+        chosen = set(sorted({item.path for item in items})[first % step :: step])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+        items[:] = [item for item in items if item.path in chosen]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose a part last."""
+    config.pluginmanager.register(_Parts())

@@ -1,14 +1,15 @@
 """Makes each mistake in turn, and checks that the test named for it notices.
 
-    python -m tests.mutants.run [--passed] [NAME...]
+    python -m tests.mutants.run [--passed] [--part K/N] [NAME...]
 
 First the tests run without a mistake, and must pass; not with `--passed`, which says that they have. Then each mistake
 is made in the processes of its own test, which must fail; two run at a time. One line per mutant, with its seconds;
-exit status 1 if a test fails without its mutant, or if a mutant survives.
+exit status 1 if a test fails without its mutant, or if a mutant survives. A part is every Nth mutant, from the Kth on.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -75,7 +76,6 @@ EVERY_PROCESS = Path(__file__).parent / "every_process"
 AT_ONCE = 2
 #: Of one test. A mutant that hangs its test has been noticed too.
 TEST_SECONDS_MAX = 60
-_PASSED = "--passed"
 #: pytest's exit status when tests ran, and some failed.
 TESTS_FAILED = 1
 
@@ -119,17 +119,21 @@ def outcome(mutant: Mutant) -> tuple[str, float]:
     return "SURVIVED" if status == 0 else f"pytest ended with {status}", seconds
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Make all mistakes, or those named."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=__doc__)
+    parser.add_argument("--passed", action="store_true", help="the tests have passed without a mistake")
+    parser.add_argument("--part", default="0/1", metavar="K/N", help="every Nth mutant from the Kth on (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant (default: all)")
+    options = parser.parse_args(arguments)
     known = {mutant.name: mutant for mutant in mutants()}
-    have_passed = _PASSED in names
-    names = [name for name in names if name != _PASSED]
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in options.names if name not in known]:
         sys.stdout.write(f"no such mutant: {', '.join(unknown)}\n")
         return 1
-    chosen = [known[name] for name in names or known]
+    first, step = map(int, options.part.split("/"))
+    chosen = [known[name] for name in options.names or known][first % step :: step]
     tests = sorted({mutant.test for mutant in chosen})
-    if status := 0 if have_passed else run_tests(tests, "--numprocesses", str(AT_ONCE), "--dist", "loadfile"):
+    if status := 0 if options.passed else run_tests(tests, "--numprocesses", str(AT_ONCE), "--dist", "loadfile"):
         sys.stdout.write(f"without a mutant the tests must pass; pytest ended with {status}\n")
         return 1
     bad = 0
