@@ -35,12 +35,8 @@ _QUICK = frozenset(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--part K/N``."""
-    parser.addoption(
-        "--part",
-        default="0/1",
-        metavar="K/N",
-        help="run every Nth file of those selected, from the Kth on (default: all)",
-    )
+    meaning = "run every Nth file of those selected, from the Kth on (default: all)"
+    parser.addoption("--part", default="0/1", metavar="K/N", help=meaning)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
