@@ -30,7 +30,6 @@ from tests.simulation.line import in_words
 from tests.simulation.memory import DeviceMemory, Span
 from tests.simulation.network import Connection
 from tests.simulation.pin_promises import PinPromises
-from tests.simulation.plan import TENANT_QUOTA
 from tests.simulation.policy_promises import PolicyPromises
 from tests.simulation.prefetch_promises import PrefetchPromises
 from tests.simulation.promises import Promises
@@ -129,7 +128,6 @@ class Daemon:
             host_slabs=plan.slabs,
             namespaces_max=plan.spaces,
             host_eviction_policy=plan.eviction_policy,
-            host_quota=TENANT_QUOTA,
             pin_quota_percent=plan.pin_quota_percent,
             storage=plan.storage,
             generations=all_generations,

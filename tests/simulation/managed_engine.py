@@ -29,7 +29,6 @@ from tests.simulation.line import Line
 from tests.simulation.managed_device import Device, DeviceShard, HeldLease, ManagedSession
 from tests.simulation.managed_return import Return
 from tests.simulation.memory import Shape
-from tests.simulation.plan import tenant_of
 from tests.simulation.prefetching import prefetch
 from tests.simulation.process import Outcome, Process, every
 from tests.simulation.scheduler import MS, Broken
@@ -204,7 +203,6 @@ class ManagedEngine(Engine):
                 reserve=reserve,
                 full=full,
                 priority=priority,
-                tenant=tenant_of(chain.keys),
                 known=known,
             )
             keys = keys_behind(chain.keys, known)

@@ -26,7 +26,6 @@ from tests.simulation.engine import Engine, EngineSession, run_on
 from tests.simulation.line import Line, attempt, is_not_written_down
 from tests.simulation.memory import Holder
 from tests.simulation.offload_shard import Copy, Shard
-from tests.simulation.plan import tenant_of
 from tests.simulation.prefetching import prefetch, wait_for_stores
 from tests.simulation.process import every
 from tests.simulation.scheduler import Broken
@@ -211,7 +210,6 @@ class OffloadEngine(Engine):
                 request=name,
                 tokens=tokens,
                 full=full,
-                tenant=tenant_of(keys),
                 known=known,
                 load_from=load_from,
             )

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcached.core.namespaces import PoolSpec
-from kvcached.core.slots.host_slots import HostQuota, QuotaRule
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
@@ -48,13 +47,6 @@ _OFTEN = ("engine process stopped", "engine stopped", "engine process killed", "
 #: Those after which nobody expires for a while.
 _SELDOM = ("machine suspended", "daemon stalls")
 _WEIGHTS = (0.0, 1.0, 2.0)
-#: Of the tenants that engines serve.
-TENANT_QUOTA = HostQuota(tenants=(QuotaRule("capped", cap_percent=40), QuotaRule("kept", floor_percent=20)))
-
-
-def tenant_of(keys: bytes) -> str:
-    """Whose prompt that is: its first block says so."""
-    return ("capped", "kept", "", "unbounded")[keys[0] % 4] if keys else ""
 
 
 @dataclass(frozen=True)
