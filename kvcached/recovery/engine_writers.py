@@ -1,7 +1,7 @@
 """Who writes memory of CUDA devices in engine pools: the processes that were given it, until they are dead.
 
-A process's lock says nothing about such memory. The kernel drops locks and closes the driver's files together, when a
-process ends, in an order that depends on their numbers. Only when both is done does it say that the process is dead.
+A process's lock says too little about such memory. When a process ends, the kernel drops its locks and closes the
+driver's files in an order that nobody promises. Only when both is done does it say that the process is dead.
 """
 
 from __future__ import annotations

@@ -7,19 +7,17 @@ pool's memory from `open` on. Addresses stay the same, and with them tensors and
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Final
 
 from kvcached_client.cuda.device import Device, own_context
-from kvcached_client.cuda.driver import CudaFailure, Driver, Opaque
+from kvcached_client.cuda.driver import Driver, Opaque
+from kvcached_client.cuda.mapping import unmap_when_idle
 
 #: How often the scratch memory is mapped, at most: it takes so much of the pool's size, and each time takes a call.
 PIECES_MAX: Final = 256
 #: What says nothing about the memory that was to be opened.
 MAY_PASS: Final = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"})
-
-_log: Final = logging.getLogger(__name__)
 
 
 class EnginePoolMemory:
@@ -59,7 +57,7 @@ class EnginePoolMemory:
         self._device = owner
         self._place = place
         # At exit other threads may still use it, and the driver unmaps anyway.
-        weakref.finalize(self, _unmap, owner, place).atexit = False
+        weakref.finalize(self, unmap_when_idle, owner, place).atexit = False
 
     def open(self, *, is_new: bool) -> None:
         """Map the pool's memory in place of the scratch memory, once the device has nothing to do.
@@ -124,16 +122,3 @@ class _Place:
         while self._mapped:
             part = self._mapped.pop()
             self._driver.call("cuMemUnmap", part.start, len(part))
-
-
-def _unmap(device: Device, place: _Place) -> None:
-    """Nothing that is queued may use the memory any more."""
-    try:
-        with device.current():
-            try:
-                device.driver.call("cuCtxSynchronize")
-                place.close()
-            finally:
-                device.close()
-    except CudaFailure as error:
-        _log.warning("an engine pool stays mapped until this process ends: %s", error)

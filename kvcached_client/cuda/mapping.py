@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from kvcached_client.cuda.device import Device, DeviceMemory, own_context
+from kvcached_client.cuda.device import Device, own_context
 from kvcached_client.cuda.driver import CudaFailure, Driver
 
 _log: Final = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class CudaBuffer:
         self.ordinal = owner.ordinal
         self._device = owner
         # At exit other threads may still use it, and the driver unmaps anyway.
-        weakref.finalize(self, _unmap, owner, memory).atexit = False
+        weakref.finalize(self, unmap_when_idle, owner, memory).atexit = False
 
     def when_unused(self, tell: Callable[[], None]) -> None:
         """Call this when nobody refers to the memory and nothing queued uses it: before it is unmapped, or at exit.
@@ -103,8 +103,15 @@ def _when_idle(device: Device, tell: Callable[[], None]) -> None:
         tell()
 
 
-def _unmap(device: Device, memory: DeviceMemory) -> None:
-    """Nothing that is queued may use the memory any more."""
+class Closable(Protocol):
+    """What unmaps memory of a device."""
+
+    def close(self) -> None:
+        """Unmap it; called with the device's context."""
+
+
+def unmap_when_idle(device: Device, memory: Closable) -> None:
+    """Unmap memory when nothing is queued any more that may use it, and give the device back."""
     try:
         with device.current():
             try:

@@ -171,7 +171,7 @@ def cuda_pool_given_up_under_kernels(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_CLOSING.format("test_forgotten_pool_is_unmapped_after_the_kernels_on_it"))
 def cuda_pool_unmapped_under_kernels(patch: pytest.MonkeyPatch) -> None:
     """A pool is unmapped while kernels are queued that write into it."""
-    rewrite(patch, mapping._unmap, 'device.driver.call("cuCtxSynchronize")', "pass")
+    rewrite(patch, mapping.unmap_when_idle, 'device.driver.call("cuCtxSynchronize")', "pass")
 
 
 @caught_by(_CLOSING.format("test_gates_are_unregistered_after_the_streams_have_passed"))
