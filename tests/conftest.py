@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.parts import part
+
 # A busy machine stops a process for longer than any example takes.
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
@@ -36,7 +38,7 @@ _QUICK = frozenset(
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--part K/N``."""
     meaning = "run every Nth file of those selected, from the Kth on (default: all)"
-    parser.addoption("--part", default="0/1", metavar="K/N", help=meaning)
+    parser.addoption("--part", default="0/1", type=part, metavar="K/N", help=meaning)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
@@ -53,8 +55,7 @@ class _Parts:
 
     @pytest.hookimpl(trylast=True)  # when other options have left out what they leave out
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        first, step = map(int, config.getoption("--part").split("/"))
-        chosen = set(sorted({item.path for item in items})[first % step :: step])
+        chosen = set(sorted({item.path for item in items})[config.getoption("--part")])
         config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
         items[:] = [item for item in items if item.path in chosen]
 

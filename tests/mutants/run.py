@@ -45,6 +45,7 @@ from tests.mutants import (
     worker,
 )
 from tests.mutants.mutant import VARIABLE, Mutant
+from tests.parts import part
 
 ROOT = Path(__file__).parents[2]
 AREAS = (
@@ -123,15 +124,16 @@ def main(arguments: list[str]) -> int:
     """Make all mistakes, or those named."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=__doc__)
     parser.add_argument("--passed", action="store_true", help="the tests have passed without a mistake")
-    parser.add_argument("--part", default="0/1", metavar="K/N", help="every Nth mutant from the Kth on (default: all)")
+    parser.add_argument(
+        "--part", default="0/1", type=part, metavar="K/N", help="every Nth mutant from the Kth on (default: all)"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant (default: all)")
     options = parser.parse_args(arguments)
     known = {mutant.name: mutant for mutant in mutants()}
     if unknown := [name for name in options.names if name not in known]:
         sys.stdout.write(f"no such mutant: {', '.join(unknown)}\n")
         return 1
-    first, step = map(int, options.part.split("/"))
-    chosen = [known[name] for name in options.names or known][first % step :: step]
+    chosen = [known[name] for name in options.names or known][options.part]
     tests = sorted({mutant.test for mutant in chosen})
     if status := 0 if options.passed else run_tests(tests, "--numprocesses", str(AT_ONCE), "--dist", "loadfile"):
         sys.stdout.write(f"without a mutant the tests must pass; pytest ended with {status}\n")
