@@ -27,7 +27,7 @@ def test_script_for_gpus_runs(library: Path, device: Path, tmp_path: Path) -> No
     environment = {
         **os.environ, **driver,
         "LD_LIBRARY_PATH": str(library.parent), "PYTHONPATH": str(CPU_TORCH), "PYTHON": sys.executable,
-        "GPU_MIB": "16", "GPU_ROUNDS": "2", "GPU_FILLS": "2", "GPU_WARM_FILLS": "200",
+        "GPU_MIB": "16", "GPU_ROUNDS": "10", "GPU_FILLS": "2", "GPU_WARM_FILLS": "200",
         "GPU_LIMIT_S": str(_TIMEOUT_S - 30),
     }  # fmt: skip
     done = subprocess.run(
