@@ -112,7 +112,7 @@ def test_server_clears_its_namespace_to_sleep_unless_told_otherwise(
     generation = daemon.stats().hosts[0].generation
     sleep(server, 1)
     wake_up(server)
-    assert daemon.stats().hosts[0].generation == generation + 1
+    assert daemon.stats().hosts[0].generation > generation  # by how much depends on whether the daemon started again
     hits = server.metric(HITS)
     assert server.complete(tokens) == reference.complete(tokens)
     assert server.metric(HITS) == hits
