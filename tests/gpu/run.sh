@@ -6,13 +6,14 @@
 # lacks packages and has no index, download their wheels elsewhere and bring the folder along:
 #
 #     pip download --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels \
-#         msgspec xxhash blake3 uvloop pydantic click rich safetensors
+#         msgspec xxhash blake3 uvloop pydantic pyzmq click rich safetensors
 #     WHEELS=wheels tests/gpu/run.sh
 #
 # Results go to DIRECTORY (default build/gpu): a JSON file and a log of each step; the last lines say what failed.
 # GPU_LIMIT_S is when the script gives up (default 580 seconds), GPU_MIB how much memory the checks copy (default 1024),
 # GPU_ROUNDS the rounds of the benchmark (default 20), GPU_FILLS how busy an engine is before copies (default 1000),
-# GPU_WARM_FILLS how much a stream has to do when its engine is killed (default 20000).
+# GPU_WARM_FILLS how much a stream has to do when its engine is killed (default 20000), GPU_STEPS which steps to run, by
+# name (default all).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -33,6 +34,7 @@ import sys
 needed = {
     "cuda.bindings": "cuda-bindings", "numpy": "numpy", "msgspec": "msgspec", "xxhash": "xxhash", "blake3": "blake3",
     "pydantic": "pydantic", "click": "click", "rich": "rich", "uvloop": "uvloop",
+    "zmq": "pyzmq",
     "torch": "torch", "safetensors": "safetensors",
 }
 def is_missing(name):
@@ -67,6 +69,7 @@ limit=${GPU_LIMIT_S:-580}
 step() { # name, command: its stdout is a result, its stderr a log
     local name=$1 began=$SECONDS status
     shift
+    [[ " ${GPU_STEPS:-$name} " == *" $name "* ]] || return 0
     printf '=== %s\n' "$name"
     timeout --kill-after=10 $((limit > SECONDS ? limit - SECONDS : 1)) "$@" >"$out/$name.json" 2>"$out/$name.log"
     status=$?

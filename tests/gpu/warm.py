@@ -31,6 +31,8 @@ from kvcached_client.cuda.engine_pool import EnginePoolMemory
 from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.transport.attach import PoolDescriptors, claim_pool
+from kvcached_client.vllm.device_memory import RankMemory
+from kvcached_client.vllm.settings import Settings
 from tests.daemon.supervised import supervised
 
 _RANK_BYTES: Final = 64 << 20
@@ -119,6 +121,45 @@ def memory_of_a_killed_engine(run_dir: Path, fills: int) -> Report:
     }
 
 
+def torch_on_the_memory(run_dir: Path) -> Report:
+    """What vLLM's connector does: torch's KV cache is the daemon's memory, also under a graph that torch captured."""
+    try:
+        import torch  # noqa: PLC0415 - not everywhere
+
+        from kvcached_client.tensors import OtherMemory  # noqa: PLC0415 - imports torch
+    except ImportError:
+        return {"ok": True, "ran": False}
+    if not torch.cuda.is_available():
+        return {"ok": True, "ran": False}
+    ordinal = torch.cuda.current_device()
+    question = ClaimPool(
+        name="torch", claim="torch", ranks=1, rank=0, rank_bytes=_RANK_BYTES, blocks=64, device=uuid_of(ordinal)
+    )
+    memory = RankMemory(question, Settings(run_dir=str(run_dir)))
+    with OtherMemory(memory.allocate, "cuda"):
+        cache = torch.zeros(_RANK_BYTES, dtype=torch.int8, device="cuda")
+    halves = cache.view(torch.float16).view(2, -1)
+    rows = torch.tensor([1], device="cuda")
+    values = torch.full((1, halves.shape[1]), 7.0, dtype=torch.float16, device="cuda")
+
+    def step() -> None:
+        halves.index_copy_(0, rows, values)
+
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    is_claimed = bool(memory.pool_id([cache.data_ptr()]))
+    before = bool((cache == 0).all())
+    graph.replay()
+    torch.cuda.synchronize()
+    after = bool((halves[1] == 7).all()) and bool((halves[0] == 0).all())
+    return {"ok": is_claimed and before and after, "ran": True, "claimed": is_claimed, "zero": before, "written": after}
+
+
 def be_killed(run_dir: Path, fills: int) -> None:
     """Finish one half, queue work for the other half, say so, and wait."""
     found = _claimed(run_dir, "first")
@@ -181,6 +222,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvcached-") as directory, supervised(Path(directory), _CONFIG) as daemon:
         killed = _tried(lambda: memory_of_a_killed_engine(daemon.run_dir, arguments.fills))
         report["memory_of_a_killed_engine"] = killed
+        report["torch_on_the_memory"] = _tried(lambda: torch_on_the_memory(daemon.run_dir))
     ok = all(each["ok"] for each in report.values())
     sys.stdout.write(json.dumps({"ok": ok, **report}, indent=1) + "\n")
     return 0 if ok else 1
