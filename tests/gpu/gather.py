@@ -17,14 +17,7 @@ _WORDS_AT_ONCE: Final = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _move(
-    target: Any,
-    source: Any,
-    order: Any,
-    piece_words: Any,
-    to_order: tl.constexpr,
-    words: tl.constexpr,
-) -> None:
+def _move(target, source, order, piece_words, to_order: tl.constexpr, words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - Triton reads annotations
     """One piece for each program: from its place in `order` to its number, or back."""
     number = tl.program_id(0).to(tl.int64)
     place = tl.load(order + number)
