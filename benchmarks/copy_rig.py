@@ -170,7 +170,7 @@ class CopyRig:
         device, host = self.addresses
         starts = (host, device) if to_host else (device, host)
         every = array("q")
-        for pieces, to, origin in batches:
+        for pieces, to, origin, _ in batches:
             for destination, source, size in _triples(pieces):
                 every.extend((destination + to - starts[0], source + origin - starts[1], size))
         return every

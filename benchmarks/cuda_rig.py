@@ -65,6 +65,7 @@ class CudaRig:
         pages = geometry.at(self._pool.address)
         self.layers = len(pages.layers)
         self._plan = CopyPlan(pages.layers, reached.start)
+        self._groups = self._plan.layer_groups(self._loading.layers_at_once)
         self._transfers = BlockTransfers(
             pages, host, _SHARD, self._memory.view, namespace=bytes(16), fingerprint=bytes(16), copier=self._loading
         )
@@ -88,7 +89,7 @@ class CudaRig:
 
     def copy_to_device(self) -> None:
         """The copies of a load, layer by layer."""
-        _carry_out(self._loading, self._plan.by_layer(self._targets, self._loaded_places))
+        _carry_out(self._loading, self._plan.by_layer(self._targets, self._loaded_places, self._groups))
 
     def copy_to_device_in_bulk(self) -> None:
         """The copies of a load, block by block."""

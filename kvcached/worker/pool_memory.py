@@ -56,7 +56,7 @@ class CpuMemory:
 
     def move(self, batch: Batch) -> None:
         """See `PoolMemory.move`."""
-        copy_all(*batch)
+        copy_all(batch.pieces, batch.destination, batch.source)
 
 
 def open_memory(config: WorkerConfig, descriptor: int, host: SharedMemory | None) -> PoolMemory:

@@ -183,8 +183,10 @@ class BlockTransfers:
         stored = host_header.stored_checksums(headers, self._kind(job), work.names)
         bad = tuple(islice(self._bad_blocks(work, stored, doubted), bad_max))
         stop = bad[0] if bad else len(work.blocks)
-        for _ in self._copier.copy(self._plan.by_layer(work.blocks[:stop], work.places[:stop])):
-            if not bad:
+        groups = self._plan.layer_groups(self._copier.layers_at_once)
+        batches = self._plan.by_layer(work.blocks[:stop], work.places[:stop], groups)
+        for layers, _ in zip(groups, self._copier.copy(batches), strict=True):
+            for _ in () if bad else layers:
                 layer_done()
         return bad
 

@@ -1,14 +1,16 @@
 """The copier of blocks between a device and the host pool: batches become calls of the driver, a few of them at a time.
 
 Each direction has a stream of its own. Pieces whose bytes follow each other on both sides are one copy; the driver
-itself would not merge them.
+itself would not merge them. Pieces at even distances are the rows of one copy.
 """
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -16,13 +18,16 @@ from xxhash import xxh3_128
 
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.device import Device
-from kvcached_client.cuda.driver import Addresses, Event, Stream
+from kvcached_client.cuda.driver import CudaFailure, Event, Stream
+from kvcached_client.cuda.rows import ROWS_MIN, Numbers, Pieces, addressed, split
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import Mark
 
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
 AHEAD_MAX: Final = 2
+#: Pages below this size are loaded some layers at a time: batches of small pieces to a device are slow, rows are not.
+_SMALL_PAGE_BYTES: Final = 32 << 10
 
 
 class _UnderWay(NamedTuple):
@@ -30,7 +35,7 @@ class _UnderWay(NamedTuple):
 
     batch: Batch
     stream: Stream
-    arrays: tuple[Addresses, Addresses, Addresses]
+    arrays: Pieces
     event: Event
 
 
@@ -44,12 +49,18 @@ class CudaCopier:
 
     def __init__(self, device: Device, host: range) -> None:
         self._host = host
+        self._pitch_max = device.attribute("MAX_PITCH")
+        self._known: tuple[array[int], Numbers] = array("q"), np.zeros((0, 3), np.int64)
         self._to_host = device.make_stream()
         try:
             self._to_device = device.make_stream()
         except BaseException:
             self._to_host.close()
             raise
+
+    def layers_at_once(self, page_bytes: int) -> int:
+        """See `Copier.layers_at_once`."""
+        return ROWS_MIN if page_bytes < _SMALL_PAGE_BYTES else 1
 
     def wait(self, mark: Mark) -> None:
         """Copies from now on begin when the work before the mark is over. The caller does not wait."""
@@ -99,24 +110,51 @@ class CudaCopier:
             self._to_device.finish()
 
     def _queue(self, batch: Batch) -> _UnderWay:
-        numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, 3).astype(np.uint64)
-        destinations = numbers[:, 0] + np.uint64(batch.destination)
-        sources = numbers[:, 1] + np.uint64(batch.source)
-        arrays = _merged(destinations, sources, numbers[:, 2])
-        stream = self._to_host if self._is_to_host(batch) else self._to_device
-        if len(numbers):
-            stream.copy(*arrays)
-        return _UnderWay(batch, stream, arrays, stream.record())
+        to_host = self._is_to_host(batch)
+        stream = self._to_host if to_host else self._to_device
+        try:
+            sent = self._send(batch, stream, to_host=to_host)
+            return _UnderWay(batch, stream, sent, stream.record())
+        except CudaFailure:
+            stream.synchronize()  # some of the batch may be queued, and nobody would wait for it
+            raise
+
+    def _send(self, batch: Batch, stream: Stream, *, to_host: bool) -> Pieces:
+        """Queue a batch; returns the arrays that the driver may read until they are copied."""
+        if batch.per_block >= ROWS_MIN and (to_host or self._is_from_host(batch)):
+            numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, batch.per_block, 3)
+            rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max)
+            if rows is not None:
+                stream.copy_rows(rows, to_host=to_host)
+        else:
+            pieces = self._pieces(batch)
+        if len(pieces[0]):
+            stream.copy(*pieces)
+        return pieces
+
+    def _pieces(self, batch: Batch) -> Pieces:
+        """As few pieces as possible. They are computed once for layers that share them."""
+        known = self._known
+        if known[0] is not batch.pieces:
+            known = (batch.pieces, _merged(np.frombuffer(batch.pieces, np.int64).reshape(-1, 3)))
+            self._known = known
+        return addressed(known[1], batch.destination, batch.source)
 
     def _is_to_host(self, batch: Batch) -> bool:
         return bool(batch.pieces) and batch.destination + batch.pieces[0] in self._host
 
+    def _is_from_host(self, batch: Batch) -> bool:
+        return bool(batch.pieces) and batch.source + batch.pieces[1] in self._host
 
-def _merged(destinations: Addresses, sources: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+
+def _merged(numbers: Numbers) -> Numbers:
     """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied."""
-    follows = (destinations[:-1] + sizes[:-1] == destinations[1:]) & (sources[:-1] + sizes[:-1] == sources[1:])
-    first = np.flatnonzero(np.concatenate((np.ones(min(len(sizes), 1), np.bool), ~follows)))
-    return destinations[first], sources[first], np.add.reduceat(sizes, first) if len(sizes) else sizes
+    ends = numbers[:-1, :2] + numbers[:-1, 2:]
+    first = np.flatnonzero(np.concatenate((np.ones(min(len(numbers), 1), np.bool), (ends != numbers[1:, :2]).any(1))))
+    merged = numbers[first]
+    if len(first) < len(numbers):
+        merged[:, 2] = np.add.reduceat(numbers[:, 2], first)
+    return merged
 
 
 def _abandon(queued: deque[_UnderWay]) -> None:
@@ -142,6 +180,8 @@ def _sums(addresses: list[int], sizes: Iterable[int], per_sum: int) -> bytes:
 
 
 def _sum(pieces: list[tuple[int, int]]) -> bytes:
+    if all(at + size == after for (at, size), (after, _) in pairwise(pieces)):  # a block of the host pool is one run
+        pieces = [(pieces[0][0], sum(size for _, size in pieces))]
     checksum = xxh3_128()
     for address, size in pieces:
         checksum.update((ctypes.c_ubyte * size).from_address(address))

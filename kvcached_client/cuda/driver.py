@@ -11,12 +11,15 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.errors import DeviceError
+
+if TYPE_CHECKING:
+    from kvcached_client.cuda.rows import Rows
 
 Addresses = npt.NDArray[np.uint64]
 #: What cuda-bindings give and take: they have no type stubs.
@@ -32,6 +35,25 @@ _BATCH_ARGUMENTS: Final = (
 )
 _COPY_ARGUMENTS: Final = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 _IN_STREAM_ORDER: Final = 1
+#: `cuMemcpy2DAsync` of this version and of every later one takes 64-bit sizes.
+_ROWS_VERSION: Final = 3020
+_ROWS_ARGUMENTS: Final = (ctypes.c_void_p, ctypes.c_void_p)
+_ON_HOST: Final = 1
+_ON_DEVICE: Final = 2
+#: CUDA_MEMCPY2D, the parameters of `cuMemcpy2DAsync`. What is in x, y and arrays stays zero.
+_ROWS_PARAMETERS: Final = np.dtype(
+    [
+        *(
+            (f"{side}_{field}", kind)
+            for side in ("source", "destination")
+            for field, kind in (
+                *(("x", "u8"), ("y", "u8"), ("type", "u4"), ("padding", "u4")),
+                *(("host", "u8"), ("device", "u8"), ("array", "u8"), ("pitch", "u8")),
+            )
+        ),
+        *(("width", "u8"), ("height", "u8")),
+    ]
+)
 #: What calls give for a device that has fallen off the bus, or has failed as a whole.
 _LOST_RESULTS: Final = frozenset(
     f"CUDA_ERROR_{each}"
@@ -106,6 +128,7 @@ class Driver:
         except CudaFailure:
             self.batches = False
             self._copy_one = self._function("cuMemcpyAsync", 4000, _COPY_ARGUMENTS)
+        self._copy_rows = self._function("cuMemcpy2DAsync", _ROWS_VERSION, _ROWS_ARGUMENTS)
 
     @property
     def names(self) -> Opaque:
@@ -157,6 +180,32 @@ class Driver:
         self._check("cuMemcpyBatchAsync", result, detail)
         return 1
 
+    def copy_rows(self, rows: Rows, stream: int, *, to_host: bool) -> int:
+        """Queue copies of rows between the device and the host; returns how many calls of the driver it took.
+
+        Args:
+            rows: what to copy. The memory must stay alive until the copies are over, the arrays only for the call.
+            stream: as in `copy`.
+            to_host: the destinations are memory of the host, otherwise the sources are.
+
+        Raises:
+            CudaFailure: the driver refused; some of them may be queued.
+        """
+        parameters = np.zeros(len(rows.widths), _ROWS_PARAMETERS)
+        for side, addresses, pitches, is_host in (
+            ("source", rows.sources, rows.source_pitches, not to_host),
+            ("destination", rows.destinations, rows.destination_pitches, to_host),
+        ):
+            parameters[f"{side}_type"] = _ON_HOST if is_host else _ON_DEVICE
+            parameters[f"{side}_{'host' if is_host else 'device'}"] = addresses
+            parameters[f"{side}_pitch"] = pitches
+        parameters["width"], parameters["height"] = rows.widths, rows.heights
+        first, copy_rows = parameters.ctypes.data, self._copy_rows
+        for at in range(first, first + parameters.nbytes, _ROWS_PARAMETERS.itemsize):
+            if result := copy_rows(at, stream):
+                self._check("cuMemcpy2DAsync", result)
+        return len(parameters)
+
     def _check(self, call: str, result: int, detail: str = "") -> None:
         if result:
             raise CudaFailure(call, self._bindings.CUresult(result).name, detail)
@@ -185,6 +234,10 @@ class Stream:
     def copy(self, destinations: Addresses, sources: Addresses, sizes: Addresses) -> int:
         """See `Driver.copy`."""
         return self._driver.copy(destinations, sources, sizes, self.handle)
+
+    def copy_rows(self, rows: Rows, *, to_host: bool) -> int:
+        """See `Driver.copy_rows`."""
+        return self._driver.copy_rows(rows, self.handle, to_host=to_host)
 
     def record(self) -> Event:
         """An event that is over once all work is that was queued here so far."""

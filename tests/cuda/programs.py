@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from kvcached.worker.executor import Executor, Task
@@ -63,8 +64,9 @@ def registered_read_only(read_only: bool) -> tuple[int, str]:
 class Rig:
     """A device pool of some blocks, a host pool, and transfers between them."""
 
-    def __init__(self, order: Any, *, part_bytes: int, parts: ExitStack, shards: int = 1) -> None:
-        geometry = pool_geometry(Layout(block_size=16, shards=shards, groups=(GROUP,), order=order), SLOTS)
+    def __init__(self, order: Any, *, part_bytes: int, parts: ExitStack, shards: int = 1, layers: int = 3) -> None:
+        group = msgspec.structs.replace(GROUP, layers=layers)
+        geometry = pool_geometry(Layout(block_size=16, shards=shards, groups=(group,), order=order), SLOTS)
         # With several shards, slabs whose parts are registered by themselves.
         slab_bytes = 1 << 16 if shards == 1 else shards * OWN_PART_BYTES_MIN
         self.host = HostGeometry(slabs=8, slab_bytes=slab_bytes, shards=shards, block_bytes=geometry.slot_bytes)
@@ -100,9 +102,9 @@ class Rig:
 
 
 @contextmanager
-def rig(order: str = "layer_first", *, part_bytes: int = 1 << 17, shards: int = 1) -> Iterator[Rig]:
+def rig(order: str = "layer_first", *, part_bytes: int = 1 << 17, shards: int = 1, layers: int = 3) -> Iterator[Rig]:
     with ExitStack() as parts:
-        yield Rig(order, part_bytes=part_bytes, parts=parts, shards=shards)
+        yield Rig(order, part_bytes=part_bytes, parts=parts, shards=shards, layers=layers)
 
 
 def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
@@ -110,10 +112,10 @@ def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
     return BlockJob(TransferId(number), 0, (JobSpan(0, b"", keys, array("q", blocks), array("q", slots)),))
 
 
-def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1) -> int:
+def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1, layers: int = 3) -> int:
     """Store blocks, poison them, load them into others; returns how many blocks were not as they were stored."""
     chance, wrong = random.Random(order), 0
-    with rig(order, shards=shards) as made:
+    with rig(order, shards=shards, layers=layers) as made:
         for number in range(1, rounds + 1):
             blocks = chance.sample(range(SLOTS), 2 * BLOCKS)
             slots = chance.sample(range(made.host.slots), BLOCKS)
@@ -126,7 +128,11 @@ def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1) -> in
             if number % 2:
                 bad = made.transfers.load(load, verify=verify)
             else:
-                bad = list(made.transfers.load_by_layer(load, verify=verify, bad_max=9, layer_done=lambda: None))
+                told: list[None] = []
+                bad = list(
+                    made.transfers.load_by_layer(load, verify=verify, bad_max=9, layer_done=lambda: told.append(None))  # noqa: B023
+                )
+                wrong += len(told) != len(made.pages.layers)
             wrong += len(bad) + sum(
                 made.values(block) != {16 * number + index} for index, block in enumerate(blocks[BLOCKS:])
             )

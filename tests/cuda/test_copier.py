@@ -44,6 +44,30 @@ def test_transfer_of_a_batch_is_one_call(run_program: RunProgram) -> None:
     ]
 
 
+def test_layers_of_a_block_are_rows_of_one_copy(run_program: RunProgram) -> None:
+    """A store and a load are a copy for each block; a load by layers takes eight small layers of each block at once."""
+    done = run_program("round_trip", "layer_first", True, 2, 1, 20)
+
+    blocks, layers = 10, 20
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    heights = [each.arguments["height"] for each in calls(done.records, "cuMemcpy2DAsync")]
+    assert heights == [layers] * 3 * blocks + [8] * 2 * blocks  # two stores, a load, a load by layers
+    assert [each.arguments["count"] for each in batches(done.records)] == [4 * blocks]  # its last layers
+    assert sum(each.arguments["bytes"] for each in ran(done.records, "copy")) == 4 * blocks * layers * PAGE_BYTES
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_many_layers_are_those_that_were_stored(run_program: RunProgram, verify: bool, seed: int) -> None:
+    """Whatever a device delays and reorders, blocks that are copied as rows come back as they were stored."""
+    done = run_program("round_trip", "layer_first", verify, 4, 1, 9 + seed, seed=seed)
+
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    assert done.granules == 0
+
+
 def test_neighbours_are_one_copy(run_program: RunProgram) -> None:
     """Blocks that follow each other on both sides are one copy, within a slab: each slab begins with headers."""
     done = run_program("neighbours", 1 << 20)

@@ -45,6 +45,27 @@ class CopyAttributes(ctypes.Structure):
     _fields_ = (("order", c_uint), ("source_hint", Location), ("destination_hint", Location), ("flags", c_uint))
 
 
+class RowsSide(ctypes.Structure):
+    _fields_ = (
+        *(("x", c_size_t), ("y", c_size_t), ("type", c_uint)),
+        *(("host", c_void_p), ("device", c_ulonglong), ("array", c_void_p), ("pitch", c_size_t)),
+    )
+
+
+class Rows(ctypes.Structure):
+    """Rows of one copy, from one side to the other."""
+
+    _fields_ = (("source", RowsSide), ("destination", RowsSide), ("width", c_size_t), ("height", c_size_t))
+
+
+def on_host(address: int, pitch: int) -> RowsSide:
+    return RowsSide(type=1, host=address, pitch=pitch)
+
+
+def on_device(address: int, pitch: int) -> RowsSide:
+    return RowsSide(type=2, device=address, pitch=pitch)
+
+
 class IpcHandle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * 64),)
 
@@ -127,6 +148,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, c_void_p, c_size_t, _STREAM),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, _STREAM),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, c_size_t, _STREAM),
+    "cuMemcpy2DAsync_v2": (POINTER(Rows), _STREAM),
     "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, c_size_t, _STREAM),
     "cuStreamBeginCapture_v2": (_STREAM, c_int),
     "cuStreamEndCapture": (_STREAM, POINTER(c_void_p)),
@@ -264,6 +286,10 @@ class Driver:
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         self.call("cuMemcpyAsync", destination, source, size, stream)
+
+    def copy_rows(self, destination: RowsSide, source: RowsSide, width: int, height: int, stream: int) -> str:
+        """Copy rows; returns the name of the call's result."""
+        return self.attempt("cuMemcpy2DAsync_v2", Rows(source, destination, width, height), stream)
 
     def launch(self, stream: int, function: Callable[[], object]) -> None:
         """Queue a "kernel": a Python function that reads and writes memory when the stream reaches it."""

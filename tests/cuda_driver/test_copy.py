@@ -13,6 +13,8 @@ from tests.cuda_driver.calls import (
     CopyAttributes,
     Driver,
     Piece,
+    on_device,
+    on_host,
     peek,
     poke,
 )
@@ -40,6 +42,39 @@ def test_copy_to_the_host_is_not_there_before_somebody_waits(driver: Driver) -> 
     assert peek(host, 4) == bytes(4)
     driver.finish(stream)
     assert peek(host, 4) == b"\xdb" * 4
+
+
+def test_rows_go_where_their_pitches_say(driver: Driver, tmp_path: Path) -> None:
+    """Rows of a copy have a distance of their own on each side, and nothing between them changes."""
+    stream, host, device = driver.stream(), driver.host(), driver.memory()
+    poke(host, bytes(range(1, 31)))
+    assert driver.copy_rows(on_device(device, 16), on_host(host, 10), 4, 3, stream) == SUCCESS
+    driver.finish(stream)
+    assert peek(device, 36) == bytes([1, 2, 3, 4, *[0xDB] * 12, 11, 12, 13, 14, *[0xDB] * 12, 21, 22, 23, 24])
+    (copy,) = ran(read(tmp_path / "trace"), "copy")
+    assert copy.arguments == {"sequence": 1, "count": 3, "bytes": 12, "to_device": 12, "to_host": 0}
+
+
+def test_rows_keep_the_rules_of_copies(driver: Driver) -> None:
+    """Rows are refused with a pitch below their width or above the device's, and beyond memory or in another kind."""
+    stream, host, device = driver.stream(), driver.host(4096), driver.memory(2 << 20)
+    assert driver.copy_rows(on_device(device, 64), on_host(host, 63), 64, 2, stream) == INVALID
+    assert driver.copy_rows(on_device(device, 1 << 31), on_host(host, 64), 64, 2, stream) == INVALID
+    assert driver.copy_rows(on_device(device, 1 << 20), on_host(host, 64), 64, 3, stream) == INVALID
+    assert driver.copy_rows(on_device(host, 64), on_host(device, 64), 64, 2, stream) == INVALID
+    assert driver.copy_rows(on_device(device, 1 << 20), on_host(host, 64), 64, 2, stream) == SUCCESS
+    driver.finish(stream)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_read_when_they_are_copied(start_driver: StartDriver, seed: int) -> None:
+    """Who changes the source of rows before they are copied changes what is copied, as with one copy."""
+    driver = start_driver(seed=seed)
+    stream, host, device = driver.stream(), driver.host(), driver.memory()
+    assert driver.copy_rows(on_device(device, 8), on_host(host, 8), 4, 8, stream) == SUCCESS
+    poke(host, b"late" * 16)
+    driver.finish(stream)
+    assert [peek(device + 8 * row, 4) for row in range(8)] == [b"late"] * 8
 
 
 @BOTH_ABIS

@@ -8,8 +8,9 @@ from kvcached.recovery import device_pools
 from kvcached.replica_start import Holder
 from kvcached.service import state_writer
 from kvcached.worker.cuda_memory import CudaMemory
+from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.copy_process.main import Copying
-from kvcached_client.cuda import copier, device, driver, host, mapping
+from kvcached_client.cuda import copier, device, driver, host, mapping, rows
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.engine import EventMark
@@ -38,11 +39,33 @@ def cuda_event_before_the_copy(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         CudaCopier._queue,
-        "if len(numbers):\nstream.copy(*arrays)\nreturn _UnderWay(batch, stream, arrays, stream.record())",
-        "over = stream.record()\n"
-        "if len(numbers):\n    stream.copy(*arrays)\n"
-        "return _UnderWay(batch, stream, arrays, over)",
+        "sent = self._send(batch, stream, to_host=to_host)\nreturn _UnderWay(batch, stream, sent, stream.record())",
+        "over = stream.record()\nreturn _UnderWay(batch, stream, self._send(batch, stream, to_host=to_host), over)",
     )
+
+
+@caught_by("tests/cuda/test_rows.py::test_every_piece_is_copied_once")
+def cuda_piece_of_two_rows(patch: pytest.MonkeyPatch) -> None:
+    """Two runs of rows that meet both copy the piece at which they do."""
+    rewrite(patch, rows._even, "first += height", "first += height - 1")
+
+
+@caught_by("tests/cuda/test_rows.py::test_layers_too_far_apart_are_pieces")
+def cuda_pitch_without_limit(patch: pytest.MonkeyPatch) -> None:
+    """Layers are copied as rows however far apart they are; the device refuses that."""
+    rewrite(patch, rows._even, "max(step) <= pitch_max", "max(step) > 0")
+
+
+@caught_by("tests/cuda/test_rows.py::test_every_piece_is_copied_once")
+def cuda_strides_taken_for_equal(patch: pytest.MonkeyPatch) -> None:
+    """All blocks are copied with the distances of the first one, though layers have strides of their own."""
+    rewrite(patch, rows.split, "(steps != steps[0]).any()", "False")
+
+
+@caught_by("tests/cuda/test_copier.py::test_layers_of_a_block_are_rows_of_one_copy")
+def cuda_rows_told_as_one_layer(patch: pytest.MonkeyPatch) -> None:
+    """Layers that arrive together are told of as one: the engine waits for the others forever."""
+    rewrite(patch, BlockTransfers.load_by_layer, "() if bad else layers", "() if bad else layers[:1]")
 
 
 @caught_by("tests/cuda/test_streams.py::test_kernels_behind_a_load_that_is_late")

@@ -16,6 +16,8 @@ static int attribute(int which, int physical) {
         return 1024; // MAX_THREADS_PER_BLOCK
     case 10:
         return 32; // WARP_SIZE
+    case 11:
+        return MAX_PITCH;
     case 15:
     case 31:
         return 1; // GPU_OVERLAP, CONCURRENT_KERNELS

@@ -9,24 +9,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { ORDER_STREAM = 1, ORDER_DURING_CALL = 2, ORDER_ANY = 3 };
-
-typedef struct {
-    uintptr_t destination, source;
-    size_t size;
-    Side to, from;
-    uint64_t destination_serials, source_serials;
-    unsigned char *staged; // what the source held when it was read, if that was early
-} Piece;
-
-typedef struct {
-    uint64_t stream, position; // for the order of the pieces
-    size_t count;
-    bool is_fill;
-    unsigned char byte;
-    Piece pieces[];
-} Batch;
-
 // The kernel copies: an address that is gone is an error here, where memcpy would end the process.
 CUresult move_bytes(uintptr_t destination, uintptr_t source, size_t size) {
     for (size_t done = 0; done < size;) {
@@ -95,20 +77,20 @@ static CUresult run_batch(void *state, char *words, size_t room) {
     return result;
 }
 
-static void drop_batch(void *state) {
+void batch_drop(void *state) {
     Batch *batch = state;
     for (size_t each = 0; each < batch->count; each++) free(batch->pieces[each].staged);
     free(batch);
 }
 
-static Batch *batch_new(size_t count) {
+Batch *batch_new(size_t count) {
     Batch *batch = calloc(1, sizeof *batch + count * sizeof *batch->pieces);
     if (batch == NULL) abort();
     batch->count = count;
     return batch;
 }
 
-static CUresult check_piece(Piece *piece, bool is_fill) {
+CUresult piece_check(Piece *piece, bool is_fill) {
     CUresult result =
         range_check(piece->destination, piece->size, true, "destination", &piece->to, &piece->destination_serials);
     if (result == CUDA_SUCCESS && !is_fill)
@@ -116,7 +98,7 @@ static CUresult check_piece(Piece *piece, bool is_fill) {
     return result;
 }
 
-static CUresult stage(Piece *piece) {
+CUresult piece_stage(Piece *piece) {
     piece->staged = malloc(piece->size);
     if (piece->staged == NULL) abort();
     CUresult result = move_bytes((uintptr_t)piece->staged, piece->source, piece->size);
@@ -124,12 +106,12 @@ static CUresult stage(Piece *piece) {
     return result;
 }
 
-static void enqueue(Stream *stream, Batch *batch) {
+void batch_enqueue(Stream *stream, Batch *batch) {
     Operation *operation = operation_new(batch->is_fill ? "fill" : "copy", RUN_FREE);
     batch->stream = stream_serial(stream);
     batch->position = stream_position(stream);
     operation->run = run_batch;
-    operation->drop = drop_batch;
+    operation->drop = batch_drop;
     operation->state = batch;
     operation->may_fail = true;
     stream_enqueue(stream, operation);
@@ -156,9 +138,9 @@ static CUresult copy_captured(Stream *stream, void *state) {
     Batch *batch = batch_new(1);
     batch->pieces[0] =
         (Piece){.destination = captured->destination, .source = captured->source, .size = captured->size};
-    CUresult result = check_piece(&batch->pieces[0], false);
-    if (result == CUDA_SUCCESS) enqueue(stream, batch);
-    else drop_batch(batch);
+    CUresult result = piece_check(&batch->pieces[0], false);
+    if (result == CUDA_SUCCESS) batch_enqueue(stream, batch);
+    else batch_drop(batch);
     return result;
 }
 
@@ -179,11 +161,11 @@ static CUresult copy(CUdeviceptr destination, CUdeviceptr source, size_t size, C
     Batch *batch = batch_new(1);
     Piece *piece = &batch->pieces[0];
     *piece = (Piece){.destination = destination, .source = source, .size = size};
-    result = check_piece(piece, false);
+    result = piece_check(piece, false);
     if (result == CUDA_SUCCESS && stream_captures(stream) != NULL) {
         result = check_direction(piece, direction);
         if (result == CUDA_SUCCESS) result = capture_copy(stream, piece);
-        drop_batch(batch);
+        batch_drop(batch);
         return result;
     }
     if (result == CUDA_SUCCESS) result = check_direction(piece, direction);
@@ -194,15 +176,15 @@ static CUresult copy(CUdeviceptr destination, CUdeviceptr source, size_t size, C
     if (result == CUDA_SUCCESS && waits && piece->from == SIDE_PAGEABLE && piece->to == SIDE_DEVICE) {
         result =
             stream_finish(stream, stream_position(stream)); // then the source is staged, and the rest is not waited for
-        if (result == CUDA_SUCCESS) result = stage(piece);
+        if (result == CUDA_SUCCESS) result = piece_stage(piece);
         waits = false;
     }
     if (result != CUDA_SUCCESS) {
-        drop_batch(batch);
+        batch_drop(batch);
         return result;
     }
     waits = waits && !(piece->from == SIDE_DEVICE && piece->to == SIDE_DEVICE);
-    enqueue(stream, batch);
+    batch_enqueue(stream, batch);
     return waits ? stream_finish(stream, stream_position(stream)) : CUDA_SUCCESS;
 }
 
@@ -212,9 +194,9 @@ static CUresult fill_captured(Stream *stream, void *state) {
     batch->is_fill = true;
     batch->byte = captured->byte;
     batch->pieces[0] = (Piece){.destination = captured->destination, .size = captured->size};
-    CUresult result = check_piece(&batch->pieces[0], true);
-    if (result == CUDA_SUCCESS) enqueue(stream, batch);
-    else drop_batch(batch);
+    CUresult result = piece_check(&batch->pieces[0], true);
+    if (result == CUDA_SUCCESS) batch_enqueue(stream, batch);
+    else batch_drop(batch);
     return result;
 }
 
@@ -228,139 +210,7 @@ static CUresult fill(CUdeviceptr destination, unsigned char byte, size_t size, C
     return CUDA_SUCCESS;
 }
 
-// --- batches ---
-
-typedef struct {
-    unsigned order;
-    struct {
-        unsigned type;
-        int id;
-    } source_hint, destination_hint;
-    unsigned flags;
-} Attributes;
-
-typedef struct {
-    CUdeviceptr *destinations, *sources;
-    size_t *sizes, count;
-    Attributes *attributes;
-    size_t *indices, attribute_count;
-} BatchArguments;
-
-static CUresult check_attributes(const BatchArguments *all) {
-    if (all->destinations == NULL || all->sources == NULL || all->sizes == NULL || all->count == 0)
-        return refuse(CUDA_ERROR_INVALID_VALUE, "a batch has at least one copy");
-    if (all->attributes == NULL || all->indices == NULL || all->attribute_count == 0 ||
-        all->attribute_count > all->count)
-        return refuse(CUDA_ERROR_INVALID_VALUE, "a batch has between one attribute and as many as copies");
-    for (size_t each = 0; each < all->attribute_count; each++) {
-        if (all->attributes[each].order < ORDER_STREAM || all->attributes[each].order > ORDER_ANY)
-            return refuse(CUDA_ERROR_INVALID_VALUE, "attribute %zu has no srcAccessOrder", each);
-        if (all->attributes[each].flags > 1)
-            return refuse(CUDA_ERROR_INVALID_VALUE, "attribute %zu has unknown flags", each);
-        if (each == 0 ? all->indices[0] != 0
-                      : all->indices[each] <= all->indices[each - 1] || all->indices[each] >= all->count)
-            return refuse(CUDA_ERROR_INVALID_VALUE,
-                          "the indices of attributes begin at 0, go up and end below the count");
-    }
-    return CUDA_SUCCESS;
-}
-
-static int by_destination(const void *left, const void *right) {
-    uintptr_t one = (*(Piece *const *)left)->destination, other = (*(Piece *const *)right)->destination;
-    return (one > other) - (one < other);
-}
-
-// Copies that depend on one another have no defined result.
-static CUresult check_independent(Batch *batch) {
-    CUresult result = CUDA_SUCCESS;
-    Piece **sorted = malloc(batch->count * sizeof(Piece *));
-    if (sorted == NULL) abort();
-    for (size_t each = 0; each < batch->count; each++) sorted[each] = &batch->pieces[each];
-    qsort(sorted, batch->count, sizeof *sorted, by_destination);
-    for (size_t each = 1; each < batch->count && result == CUDA_SUCCESS; each++)
-        if (sorted[each - 1]->destination + sorted[each - 1]->size > sorted[each]->destination)
-            result = refuse(CUDA_ERROR_INVALID_VALUE, "two copies of a batch write to %#zx",
-                            (size_t)sorted[each]->destination);
-    for (size_t each = 0; each < batch->count && result == CUDA_SUCCESS; each++) {
-        uintptr_t source = batch->pieces[each].source;
-        size_t low = 0, high = batch->count; // the first destination that ends behind the source's start
-        while (low < high) {
-            size_t middle = (low + high) / 2;
-            if (sorted[middle]->destination + sorted[middle]->size <= source) low = middle + 1;
-            else high = middle;
-        }
-        if (low < batch->count && sorted[low]->destination < source + batch->pieces[each].size)
-            result = refuse(CUDA_ERROR_INVALID_VALUE, "a copy of a batch reads at %#zx what the batch writes",
-                            (size_t)source);
-    }
-    free(sorted);
-    return result;
-}
-
-// ANY may read the source before the work that is queued now, and as late as the copy runs: the seed decides.
-static bool reads_at_once(unsigned order, Stream *stream, size_t index) {
-    return order == ORDER_DURING_CALL ||
-           (order == ORDER_ANY &&
-            (draw(DRAW_ANY_ORDER, stream_serial(stream) << 32 | stream_position(stream), index) & 1));
-}
-
-static CUresult fill_pieces(Batch *batch, const BatchArguments *all, Stream *stream, size_t *failed) {
-    CUresult result = CUDA_SUCCESS;
-    for (size_t each = 0, attribute = 0; each < all->count; each++) {
-        Piece *piece = &batch->pieces[each];
-        if (attribute + 1 < all->attribute_count && all->indices[attribute + 1] == each) attribute++;
-        *piece =
-            (Piece){.destination = all->destinations[each], .source = all->sources[each], .size = all->sizes[each]};
-        result = check_piece(piece, false);
-        if (result == CUDA_SUCCESS && reads_at_once(all->attributes[attribute].order, stream, each))
-            result = stage(piece);
-        if (result != CUDA_SUCCESS) {
-            *failed = each;
-            return result;
-        }
-    }
-    return check_independent(batch);
-}
-
-static CUresult copy_batch(const BatchArguments *all, size_t *failed, CUstream handle) {
-    size_t unused;
-    CUresult result;
-    if (failed == NULL) failed = &unused;
-    *failed = SIZE_MAX; // not one copy in particular
-    if (handle == NULL || (uintptr_t)handle == 1)
-        return refuse(CUDA_ERROR_INVALID_VALUE, "a batch cannot run on the NULL or legacy stream");
-    Stream *stream = stream_find(handle, &result);
-    if (stream == NULL) return result;
-    result = check_attributes(all);
-    if (result != CUDA_SUCCESS) return result;
-    Batch *batch = batch_new(all->count);
-    result = fill_pieces(batch, all, stream, failed);
-    if (result == CUDA_SUCCESS) enqueue(stream, batch);
-    else drop_batch(batch);
-    return result;
-}
-
-static size_t total(const size_t *sizes, size_t count) {
-    size_t bytes = 0;
-    for (size_t each = 0; sizes != NULL && each < count; each++) bytes += sizes[each];
-    return bytes;
-}
-
-#define BATCH_WORDS "\"count\":%zu,\"bytes\":%zu,\"attributes\":%zu,\"abi\":%d"
-
-API CUresult cuMemcpyBatchAsync(CUdeviceptr *destinations, CUdeviceptr *sources, size_t *sizes, size_t count,
-                                Attributes *attributes, size_t *indices, size_t attribute_count, size_t *failed,
-                                CUstream stream) {
-    BatchArguments all = {destinations, sources, sizes, count, attributes, indices, attribute_count};
-    CALL(NEEDS_CONTEXT, copy_batch(&all, failed, stream), stream, BATCH_WORDS, count, total(sizes, count),
-         attribute_count, 12080);
-}
-API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *destinations, CUdeviceptr *sources, size_t *sizes, size_t count,
-                                   Attributes *attributes, size_t *indices, size_t attribute_count, CUstream stream) {
-    BatchArguments all = {destinations, sources, sizes, count, attributes, indices, attribute_count};
-    CALL(NEEDS_CONTEXT, copy_batch(&all, NULL, stream), stream, BATCH_WORDS, count, total(sizes, count),
-         attribute_count, 13000);
-}
+// --- calls ---
 
 #define COPY_CALL(to, from, stream, is_async, direction)                                                               \
     CALL(NEEDS_CONTEXT,                                                                                                \

@@ -44,6 +44,7 @@ typedef enum {
 } CUresult;
 
 #define GRANULE_BYTES ((size_t)2 << 20)
+#define MAX_PITCH 2147483647 // bytes between rows of a copy, at most
 #define PAGE_BYTES ((size_t)4096)
 #define MAX_DEVICES 8
 #define POISON_NEW 0xDB   // what memory holds before its first write
@@ -253,9 +254,31 @@ void capture_add(Capture *capture, GraphWork work, const void *state, size_t siz
 CUresult capture_break(Capture *capture, const char *why);
 CUresult capture_check(const char *call); // whether a capture forbids the call to this thread
 
-// --- copy.c ---
+// --- copy.c, batch.c ---
 
 // A copy inside this process that meets an address which is gone with a result and not with a signal.
 CUresult move_bytes(uintptr_t destination, uintptr_t source, size_t size);
+
+typedef struct {
+    uintptr_t destination, source;
+    size_t size;
+    Side to, from;
+    uint64_t destination_serials, source_serials;
+    unsigned char *staged; // what the source held when it was read, if that was early
+} Piece;
+
+typedef struct {
+    uint64_t stream, position; // for the order of the pieces
+    size_t count;
+    bool is_fill;
+    unsigned char byte;
+    Piece pieces[];
+} Batch;
+
+Batch *batch_new(size_t count);
+CUresult piece_check(Piece *piece, bool is_fill); // finds its sides
+CUresult piece_stage(Piece *piece);               // reads its source now
+void batch_enqueue(Stream *stream, Batch *batch);
+void batch_drop(void *state);
 
 #endif

@@ -1,0 +1,135 @@
+"""Layers of a block that a device copies as the rows of one copy.
+
+The pages of a block lie at a stride on the device, and back to back in the host pool. Where the distances are even on
+both sides, one copy of rows is faster than a batch of pieces, the more so the smaller they are, and takes none of the
+engine's multiprocessors, which a batch of small pieces does: see decision 0065.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcached_client.cuda.driver import Addresses
+
+#: Fewer rows are no faster than a batch.
+ROWS_MIN: Final = 8
+#: Pages of K and of V may alternate: every second page is at an even distance then.
+_PERIODS: Final = (1, 2)
+
+Pieces = tuple[Addresses, Addresses, Addresses]  #: destinations, sources, sizes
+#: Pieces of blocks: [blocks, pieces of a block, 3], as the numbers of a `Batch`.
+Numbers = npt.NDArray[np.int64]
+
+
+class Rows(NamedTuple):
+    """Copies of rows, in columns; all are uint64.
+
+    Attributes:
+        destinations: addresses of the first rows.
+        sources: likewise.
+        widths: bytes in a row.
+        heights: numbers of rows.
+        destination_pitches: bytes from one row to the next.
+        source_pitches: likewise.
+    """
+
+    destinations: Addresses
+    sources: Addresses
+    widths: Addresses
+    heights: Addresses
+    destination_pitches: Addresses
+    source_pitches: Addresses
+
+
+class _Run(NamedTuple):
+    """Pieces of every block that are rows of one copy."""
+
+    first: int
+    height: int
+    period: int
+
+
+def split(numbers: Numbers, destination: int, source: int, pitch_max: int) -> tuple[Rows | None, Pieces]:
+    """What can be copied as rows, and the pieces that are left; every piece is in one of them.
+
+    Args:
+        numbers: of whole blocks.
+        destination: what the offsets of destinations are from.
+        source: likewise.
+        pitch_max: bytes between two rows, at most.
+    """
+    steps = np.diff(numbers, axis=1)
+    if not len(numbers) or (steps != steps[0]).any():  # layers with strides of their own
+        return None, addressed(numbers.reshape(-1, 3), destination, source)
+    runs = _runs(np.ascontiguousarray(numbers[0]).tobytes(), pitch_max)
+    if not runs:
+        return None, addressed(numbers.reshape(-1, 3), destination, source)
+    taken = {run.first + run.period * row for run in runs for row in range(run.height)}
+    left = numbers[:, [index for index in range(numbers.shape[1]) if index not in taken]]
+    return _rows(numbers, runs, destination, source), addressed(left.reshape(-1, 3), destination, source)
+
+
+def addressed(numbers: Numbers, destination: int, source: int) -> Pieces:
+    """Pieces by their addresses."""
+    unsigned = numbers.astype(np.uint64)
+    return (
+        unsigned[:, 0] + np.uint64(destination),
+        unsigned[:, 1] + np.uint64(source),
+        np.ascontiguousarray(unsigned[:, 2]),
+    )
+
+
+@lru_cache(maxsize=64)
+def _runs(block: bytes, pitch_max: int) -> tuple[_Run, ...]:
+    """The runs of a block's pieces, which are the same in all blocks of an engine."""
+    pieces: list[list[int]] = np.frombuffer(block, np.int64).reshape(-1, 3).tolist()
+    for period in _PERIODS:
+        parts = [(start, pieces[start::period]) for start in range(period)]
+        found = [
+            _Run(start + period * first, height, period)
+            for start, part in parts
+            for first, height in _even(part, pitch_max)
+        ]
+        if found:
+            return tuple(found)
+    return ()
+
+
+def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int]]:
+    """First piece and number of pieces of what is long enough, and at even distances on both sides."""
+    found: list[tuple[int, int]] = []
+    first = 0
+    while first + ROWS_MIN <= len(pieces):
+        size, step = pieces[first][2], _step(pieces, first)
+        height = 1
+        while first + height < len(pieces) and pieces[first + height][2] == size:
+            if _step(pieces, first + height - 1) != step:
+                break
+            height += 1
+        if height >= ROWS_MIN and size <= min(step) and max(step) <= pitch_max:
+            found.append((first, height))
+            first += height
+        else:
+            first += max(1, height - 1)  # the last piece may begin another run
+    return found
+
+
+def _step(pieces: list[list[int]], index: int) -> tuple[int, int]:
+    """From a piece to the next one, in the destination and in the source."""
+    (to, of, _), (next_to, next_of, _) = pieces[index : index + 2]
+    return next_to - to, next_of - of
+
+
+def _rows(numbers: Numbers, runs: tuple[_Run, ...], destination: int, source: int) -> Rows:
+    firsts = [run.first for run in runs]
+    pitches = numbers[0, [run.first + run.period for run in runs]] - numbers[0, firsts]
+    heights = np.array([run.height for run in runs])
+    blocks = len(numbers)
+    return Rows(
+        *addressed(numbers[:, firsts].reshape(-1, 3), destination, source),
+        *(np.tile(column.astype(np.uint64), blocks) for column in (heights, pitches[:, 0], pitches[:, 1])),
+    )

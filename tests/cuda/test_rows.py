@@ -1,0 +1,157 @@
+"""Which pieces are copied as rows: every piece once, with the addresses it had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached_client.blocks.copy import Batch, CopyPlan
+from kvcached_client.blocks.pages import LayerPages
+from kvcached_client.cuda.rows import ROWS_MIN, Pieces, Rows, split
+
+PITCH_MAX = 1 << 20
+
+
+def listed(pieces: Pieces) -> list[tuple[int, int, int]]:
+    return list(zip(*(column.tolist() for column in pieces), strict=True))
+
+
+def unrolled(rows: Rows | None) -> list[tuple[int, int, int]]:
+    """The pieces that rows stand for."""
+    if rows is None:
+        return []
+    return [
+        (to + row * to_pitch, of + row * of_pitch, width)
+        for to, of, width, height, to_pitch, of_pitch in zip(*(column.tolist() for column in rows), strict=True)
+        for row in range(height)
+    ]
+
+
+@st.composite
+def blocks_of_pieces(draw: st.DrawFn) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
+    """Pieces of some blocks: runs one after the other, some long, some short, some that meet."""
+    pieces: list[tuple[int, int, int]] = []
+    for _ in range(draw(st.integers(1, 6))):
+        size, to_step, of_step = draw(st.integers(1, 3)), draw(st.integers(-1, 4)), draw(st.integers(-1, 4))
+        to, of = draw(st.integers(100, 130)), draw(st.integers(100, 130))
+        if pieces and (to + of) % 2:
+            to, of = pieces[-1][0] + to_step, pieces[-1][1] + of_step
+        pieces += [(to + each * to_step, of + each * of_step, size) for each in range(draw(st.integers(1, 12)))]
+    moves = [(1000 * draw(st.integers(0, 9)), 1000 * draw(st.integers(0, 9)), 0) for _ in range(3)]
+    blocks = [np.add(pieces, move) for move in moves]
+    if draw(st.booleans()):  # the last layer has another stride
+        blocks[-1][-1, 0] += 1
+    return np.array(blocks[: draw(st.integers(0, 3))], np.int64).reshape(-1, len(pieces), 3)
+
+
+@given(numbers=blocks_of_pieces())
+def test_every_piece_is_copied_once(numbers: np.ndarray[tuple[int, int, int], np.dtype[np.int64]]) -> None:
+    """What is left and what rows stand for are the pieces, each as often as it was there; no copy has few rows."""
+    rows, left = split(numbers, 5000, 7000, PITCH_MAX)
+
+    pieces = [(to + 5000, of + 7000, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
+    assert sorted(unrolled(rows) + listed(left)) == sorted(pieces)
+    if rows is not None:
+        assert rows.heights.min() >= ROWS_MIN
+        assert (np.minimum(rows.destination_pitches, rows.source_pitches) >= rows.widths).all()
+
+
+def split_blocks(pages: list[LayerPages]) -> tuple[Rows | None, Pieces, list[tuple[int, int, int]]]:
+    """What becomes of four scattered blocks that go to the host; last, their pieces."""
+    plan = CopyPlan(pages, host_address=1 << 40)
+    block_bytes = sum(page.page_bytes for page in pages)
+    (batch,) = plan.by_block([5, 2, 9, 0], [block_bytes * place for place in (7, 1, 3, 0)], to_host=True)
+    numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, batch.per_block, 3)
+    return *split(numbers, batch.destination, batch.source, PITCH_MAX), pieces_of([batch])
+
+
+@pytest.mark.parametrize(("layers", "gap"), [(8, 4096), (32, 4096), (33, 5000)])
+def test_block_is_one_copy(layers: int, gap: int) -> None:
+    """The layers of a block are the rows of one copy, whatever lies between the layers."""
+    pages = [LayerPages((1 << 30) + gap * layer, 256, 256) for layer in range(layers)]
+    rows, left, _ = split_blocks(pages)
+
+    assert rows is not None
+    assert rows.heights.tolist() == [layers] * 4
+    assert listed(left) == []
+
+
+def test_keys_and_values_apart_are_two_copies() -> None:
+    """Where pages of K and of V alternate at uneven distances, a block is a copy of its K and one of its V."""
+    starts = ((1 << 30) + 10_000 * layer for layer in range(16))
+    pages = [LayerPages(start + part, 256, 256) for start in starts for part in (0, 4096)]
+    rows, left, _ = split_blocks(pages)
+
+    assert rows is not None
+    assert rows.heights.tolist() == [16] * 8
+    assert listed(left) == []
+
+
+def test_layers_too_far_apart_are_pieces() -> None:
+    """A device refuses a pitch above its limit: such layers are copied as pieces."""
+    pages = [LayerPages((1 << 30) + (PITCH_MAX + 1) * layer, 256, 256) for layer in range(32)]
+    rows, left, pieces = split_blocks(pages)
+
+    assert rows is None
+    assert sorted(listed(left)) == pieces
+
+
+def test_layers_in_reverse_are_pieces() -> None:
+    """A pitch is never negative: layers that lie the other way round are copied as pieces."""
+    pages = [LayerPages((1 << 30) - 4096 * layer, 256, 256) for layer in range(32)]
+    rows, left, pieces = split_blocks(pages)
+
+    assert rows is None
+    assert sorted(listed(left)) == pieces
+
+
+def test_layers_with_strides_of_their_own_are_pieces() -> None:
+    """Where a layer's blocks are further apart than another's, distances differ from block to block."""
+    pages = [LayerPages((1 << 30) + 40_960 * layer, 256, 256 + 256 * (layer == 5)) for layer in range(16)]
+    rows, left, pieces = split_blocks(pages)
+
+    assert rows is None
+    assert sorted(listed(left)) == pieces
+
+
+@pytest.mark.parametrize("blocks", [3, 40])
+def test_groups_of_layers_hold_every_page_once(blocks: int) -> None:
+    """Groups are neighbours of one size at even distances; their batches have every page of a load once."""
+    starts = [1 << 30, (1 << 30) + 100_000, (1 << 30) + 200_000, (1 << 30) + 250_000, (1 << 30) + 300_000]
+    sizes = [256, 256, 256, 256, 128]
+    pages = [LayerPages(start, size, size) for start, size in zip(starts, sizes, strict=True)]
+    plan = CopyPlan(pages, host_address=1 << 40)
+    groups = plan.layer_groups(lambda _: 4)
+    numbers = list(range(blocks))
+    places = [sum(sizes) * number for number in numbers]
+
+    assert groups == [range(3), range(3, 4), range(4, 5)]
+    assert plan.layer_groups(lambda page_bytes: 2 if page_bytes == 256 else 1) == [
+        *(range(2), range(2, 4), range(4, 5)),
+    ]  # fmt: skip
+    assert pieces_of(plan.by_layer(numbers, places, groups)) == pieces_of(plan.by_layer(numbers, places))
+
+
+def pieces_of(batches: Iterable[Batch]) -> list[tuple[int, int, int]]:
+    """All pieces of batches, by their addresses."""
+    found: list[tuple[int, int, int]] = []
+    for pieces, destination, source, _ in batches:
+        numbers = iter(pieces)
+        found += [(to + destination, of + source, size) for to, of, size in zip(numbers, numbers, numbers, strict=True)]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_many_pieces_are_planned_as_few_are(monkeypatch: pytest.MonkeyPatch, to_host: bool) -> None:
+    """The plan of many pieces, which numpy makes, is that of Python."""
+    pages = [LayerPages((1 << 30) + 5000 * layer, 256 + layer, 512) for layer in range(7)]
+    plan = CopyPlan(pages, host_address=1 << 40)
+    blocks, places = list(range(60, 0, -1)), [3000 * each for each in range(60)]
+    many = list(plan.by_block(blocks, places, to_host=to_host))
+    monkeypatch.setattr("kvcached_client.blocks.copy._PIECES_FOR_NUMPY", 1 << 30)
+
+    assert many == list(plan.by_block(blocks, places, to_host=to_host))
