@@ -56,14 +56,15 @@ _ROW_SHAPES: Final = {
     "rows_2560k": _layout("block_first", layers=80, heads=4),
 }
 #: A block is a piece for each layer.
-_PIECE_SHAPES: Final = {
-    "pieces_8k": _layout("layer_first", layers=32, heads=1),
-    "pieces_16k": _layout("layer_first", layers=32, heads=2),
-    "pieces_32k": _layout("layer_first", layers=32, heads=4),
-    "pieces_72k": _latent(61),
+_PIECE_SHAPES: Final = {"pieces_32k": _layout("layer_first", layers=32, heads=4), "pieces_72k": _latent(61)}
+#: As where many devices share a model. These have no target.
+_SMALL_SHAPES: Final = {
+    "small_8k": _layout("layer_first", layers=32, heads=1),
+    "small_16k": _layout("layer_first", layers=32, heads=2),
 }
 
 Engine = Callable[[int], None]  #: runs so many kernels to their end
+Targets = Target | tuple[()]  #: of a shape; () = none
 
 
 def run(rounds: int) -> Iterator[Result]:
@@ -86,14 +87,17 @@ def run(rounds: int) -> Iterator[Result]:
 
 
 def _measure(device: Device, rounds: int) -> Iterator[Result]:
-    for kind, shapes, target in (("rows", _ROW_SHAPES, _ROWS), ("pieces", _PIECE_SHAPES, _PIECES)):
+    shapes_of: tuple[tuple[str, dict[str, Layout], Targets], ...] = (
+        *(("rows", _ROW_SHAPES, _ROWS), ("pieces", _PIECE_SHAPES, _PIECES), ("small", _SMALL_SHAPES, ())),
+    )
+    for kind, shapes, target in shapes_of:
         details: list[Result] = []
         for shape, layout in shapes.items():
             with ExitStack() as parts:
                 rig = CudaRig(device, layout, _COPY_BYTES, parts)
                 rig.check()
                 details += _scattered(rig, shape, target, rounds)
-                details += _layer_by_layer(rig, shape, rounds) if rig.layers > 1 else ()
+                details += _layer_by_layer(rig, shape, target, rounds) if rig.layers > 1 else ()
         ratios = [each.value for each in details if each.metric.endswith("_over_one_copy_ratio")]
         yield judge("cuda", f"{kind}_over_one_copy_ratio", min(ratios), "ratio", target=target)
         yield from details
@@ -101,7 +105,7 @@ def _measure(device: Device, rounds: int) -> Iterator[Result]:
     yield from _beside_engine(device, rounds)
 
 
-def _scattered(rig: CudaRig, shape: str, target: Target, rounds: int) -> Iterator[Result]:
+def _scattered(rig: CudaRig, shape: str, target: Targets, rounds: int) -> Iterator[Result]:
     """Copies of each direction, and of both at once, against one large copy. Ratios are of speeds."""
     best = _best(
         {
@@ -109,20 +113,21 @@ def _scattered(rig: CudaRig, shape: str, target: Target, rounds: int) -> Iterato
             "store_one_copy": rig.one_copy_to_host,
             "load": rig.copy_to_device,
             "load_one_copy": rig.one_copy_to_device,
+            "bulk_load": rig.copy_to_device_in_bulk,
             "both": rig.copy_both_ways,
         },
         rounds,
     )
-    for kind in ("store", "load"):
-        ratio = best[f"{kind}_one_copy"] / best[kind]
-        yield judge("cuda", f"{shape}_{kind}_over_one_copy_ratio", ratio, "ratio", target=target)
-        speed, floor = (rig.size_bytes / best[name] / 1e9 for name in (kind, f"{kind}_one_copy"))
+    for kind, one_copy in (("store", "store"), ("load", "load"), ("bulk_load", "load")):
+        floor_s = best[f"{one_copy}_one_copy"]
+        yield judge("cuda", f"{shape}_{kind}_over_one_copy_ratio", floor_s / best[kind], "ratio", target=target)
+        speed, floor = (rig.size_bytes / seconds / 1e9 for seconds in (best[kind], floor_s))
         yield judge("cuda", f"{shape}_{kind}_gb_per_s", speed, "GB/s", floor=floor)
     together = 2 / best["both"] / (1 / best["store"] + 1 / best["load"])
-    yield judge("cuda", f"{shape}_both_ways_over_sum_ratio", together, "ratio", target=_BOTH_WAYS)
+    yield judge("cuda", f"{shape}_both_ways_over_sum_ratio", together, "ratio", target=target and _BOTH_WAYS)
 
 
-def _layer_by_layer(rig: CudaRig, shape: str, rounds: int) -> Iterator[Result]:
+def _layer_by_layer(rig: CudaRig, shape: str, target: Targets, rounds: int) -> Iterator[Result]:
     """What it costs to copy layer by layer, and how soon the first layer can be read."""
     first_layers: list[float] = []
     best = _best(
@@ -134,9 +139,9 @@ def _layer_by_layer(rig: CudaRig, shape: str, rounds: int) -> Iterator[Result]:
         },
         rounds,
     )
-    yield judge("cuda", f"{shape}_layerwise_over_bulk", best["layers"] / best["bulk"], "ratio", target=_LAYERWISE)
-    beyond_ms = (min(first_layers) - best["one_copy"] / rig.layers) * 1e3
-    yield judge("cuda", f"{shape}_first_layer_beyond_its_bytes_ms", beyond_ms, "ms", target=_FIRST_LAYER_MS)
+    cost, beyond_ms = best["layers"] / best["bulk"], (min(first_layers) - best["one_copy"] / rig.layers) * 1e3
+    yield judge("cuda", f"{shape}_layerwise_over_bulk", cost, "ratio", target=target and _LAYERWISE)
+    yield judge("cuda", f"{shape}_first_layer_beyond_its_bytes_ms", beyond_ms, "ms", target=target and _FIRST_LAYER_MS)
 
 
 def _registration(device: Device, rounds: int) -> Iterator[Result]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 AHEAD_MAX: Final = 2
 #: Pages below this size are loaded some layers at a time: batches of small pieces to a device are slow, rows are not.
 _SMALL_PAGE_BYTES: Final = 32 << 10
+_SMALL_LAYERS_AT_ONCE: Final = 16
 
 
 class _UnderWay(NamedTuple):
@@ -60,7 +61,7 @@ class CudaCopier:
 
     def layers_at_once(self, page_bytes: int) -> int:
         """See `Copier.layers_at_once`."""
-        return ROWS_MIN if page_bytes < _SMALL_PAGE_BYTES else 1
+        return _SMALL_LAYERS_AT_ONCE if page_bytes < _SMALL_PAGE_BYTES else 1
 
     def wait(self, mark: Mark) -> None:
         """Copies from now on begin when the work before the mark is over. The caller does not wait."""

@@ -35,23 +35,24 @@ _BATCH_ARGUMENTS: Final = (
 )
 _COPY_ARGUMENTS: Final = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 _IN_STREAM_ORDER: Final = 1
-#: `cuMemcpy2DAsync` of this version and of every later one takes 64-bit sizes.
+#: `cuMemcpy3DAsync` of this version and of every later one takes 64-bit sizes.
 _ROWS_VERSION: Final = 3020
 _ROWS_ARGUMENTS: Final = (ctypes.c_void_p, ctypes.c_void_p)
 _ON_HOST: Final = 1
 _ON_DEVICE: Final = 2
-#: CUDA_MEMCPY2D, the parameters of `cuMemcpy2DAsync`. What is in x, y and arrays stays zero.
+#: CUDA_MEMCPY3D, the parameters of `cuMemcpy3DAsync`. What is not named below stays zero.
 _ROWS_PARAMETERS: Final = np.dtype(
     [
         *(
             (f"{side}_{field}", kind)
             for side in ("source", "destination")
             for field, kind in (
-                *(("x", "u8"), ("y", "u8"), ("type", "u4"), ("padding", "u4")),
-                *(("host", "u8"), ("device", "u8"), ("array", "u8"), ("pitch", "u8")),
+                *(("x", "u8"), ("y", "u8"), ("z", "u8"), ("lod", "u8"), ("type", "u4"), ("padding", "u4")),
+                *(("host", "u8"), ("device", "u8"), ("array", "u8"), ("reserved", "u8")),
+                *(("pitch", "u8"), ("height", "u8")),
             )
         ),
-        *(("width", "u8"), ("height", "u8")),
+        *(("width", "u8"), ("height", "u8"), ("depth", "u8")),
     ]
 )
 #: What calls give for a device that has fallen off the bus, or has failed as a whole.
@@ -128,7 +129,7 @@ class Driver:
         except CudaFailure:
             self.batches = False
             self._copy_one = self._function("cuMemcpyAsync", 4000, _COPY_ARGUMENTS)
-        self._copy_rows = self._function("cuMemcpy2DAsync", _ROWS_VERSION, _ROWS_ARGUMENTS)
+        self._copy_rows = self._function("cuMemcpy3DAsync", _ROWS_VERSION, _ROWS_ARGUMENTS)
 
     @property
     def names(self) -> Opaque:
@@ -192,18 +193,18 @@ class Driver:
             CudaFailure: the driver refused; some of them may be queued.
         """
         parameters = np.zeros(len(rows.widths), _ROWS_PARAMETERS)
-        for side, addresses, pitches, is_host in (
-            ("source", rows.sources, rows.source_pitches, not to_host),
-            ("destination", rows.destinations, rows.destination_pitches, to_host),
+        for side, addresses, pitches, parts, is_host in (
+            ("source", rows.sources, rows.source_pitches, rows.source_parts, not to_host),
+            ("destination", rows.destinations, rows.destination_pitches, rows.destination_parts, to_host),
         ):
             parameters[f"{side}_type"] = _ON_HOST if is_host else _ON_DEVICE
             parameters[f"{side}_{'host' if is_host else 'device'}"] = addresses
-            parameters[f"{side}_pitch"] = pitches
-        parameters["width"], parameters["height"] = rows.widths, rows.heights
+            parameters[f"{side}_pitch"], parameters[f"{side}_height"] = pitches, parts
+        parameters["width"], parameters["height"], parameters["depth"] = rows.widths, 1, rows.heights
         first, copy_rows = parameters.ctypes.data, self._copy_rows
         for at in range(first, first + parameters.nbytes, _ROWS_PARAMETERS.itemsize):
             if result := copy_rows(at, stream):
-                self._check("cuMemcpy2DAsync", result)
+                self._check("cuMemcpy3DAsync", result)
         return len(parameters)
 
     def _check(self, call: str, result: int, detail: str = "") -> None:

@@ -19,6 +19,8 @@ from kvcached_client.cuda.driver import Addresses
 ROWS_MIN: Final = 8
 #: Pages of K and of V may alternate: every second page is at an even distance then.
 _PERIODS: Final = (1, 2)
+#: Distances beyond the greatest pitch are those of layers, which are whole pages of memory.
+_PARTS_TRIED: Final = 8
 
 Pieces = tuple[Addresses, Addresses, Addresses]  #: destinations, sources, sizes
 #: Pieces of blocks: [blocks, pieces of a block, 3], as the numbers of a `Batch`.
@@ -33,8 +35,11 @@ class Rows(NamedTuple):
         sources: likewise.
         widths: bytes in a row.
         heights: numbers of rows.
-        destination_pitches: bytes from one row to the next.
+        destination_pitches: bytes from one row to the next, divided by the parts.
         source_pitches: likewise.
+        destination_parts: for the driver, rows are planes of so many lines, of which the first one is copied. So they
+            can be further apart than a pitch may be, as the layers of a large pool are.
+        source_parts: likewise.
     """
 
     destinations: Addresses
@@ -43,14 +48,20 @@ class Rows(NamedTuple):
     heights: Addresses
     destination_pitches: Addresses
     source_pitches: Addresses
+    destination_parts: Addresses
+    source_parts: Addresses
 
 
 class _Run(NamedTuple):
-    """Pieces of every block that are rows of one copy."""
+    """Pieces of every block that are rows of one copy: every `period`-th from the first one on."""
 
     first: int
     height: int
     period: int
+    destination_pitch: int
+    source_pitch: int
+    destination_parts: int
+    source_parts: int
 
 
 def split(numbers: Numbers, destination: int, source: int, pitch_max: int) -> tuple[Rows | None, Pieces]:
@@ -90,18 +101,18 @@ def _runs(block: bytes, pitch_max: int) -> tuple[_Run, ...]:
     for period in _PERIODS:
         parts = [(start, pieces[start::period]) for start in range(period)]
         found = [
-            _Run(start + period * first, height, period)
+            _Run(start + period * first, height, period, *pitches)
             for start, part in parts
-            for first, height in _even(part, pitch_max)
+            for first, height, pitches in _even(part, pitch_max)
         ]
         if found:
             return tuple(found)
     return ()
 
 
-def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int]]:
-    """First piece and number of pieces of what is long enough, and at even distances on both sides."""
-    found: list[tuple[int, int]] = []
+def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int, tuple[int, int, int, int]]]:
+    """What is long enough, and at even distances on both sides: first piece, number of pieces, pitches and parts."""
+    found: list[tuple[int, int, tuple[int, int, int, int]]] = []
     first = 0
     while first + ROWS_MIN <= len(pieces):
         size, step = pieces[first][2], _step(pieces, first)
@@ -110,12 +121,22 @@ def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int]]:
             if _step(pieces, first + height - 1) != step:
                 break
             height += 1
-        if height >= ROWS_MIN and size <= min(step) and max(step) <= pitch_max:
-            found.append((first, height))
+        to, of = (_parts(distance, size, pitch_max) for distance in step)
+        if height >= ROWS_MIN and to and of:
+            found.append((first, height, (step[0] // to, step[1] // of, to, of)))
             first += height
         else:
             first += max(1, height - 1)  # the last piece may begin another run
     return found
+
+
+def _parts(distance: int, width: int, pitch_max: int) -> int:
+    """The fewest equal parts of a distance, none of them longer than a pitch may be; 0 if there are none."""
+    fewest = max(1, -(-distance // pitch_max))
+    for parts in range(fewest, fewest + _PARTS_TRIED):
+        if distance % parts == 0 and distance // parts >= width:
+            return parts
+    return 0
 
 
 def _step(pieces: list[list[int]], index: int) -> tuple[int, int]:
@@ -125,11 +146,8 @@ def _step(pieces: list[list[int]], index: int) -> tuple[int, int]:
 
 
 def _rows(numbers: Numbers, runs: tuple[_Run, ...], destination: int, source: int) -> Rows:
-    firsts = [run.first for run in runs]
-    pitches = numbers[0, [run.first + run.period for run in runs]] - numbers[0, firsts]
-    heights = np.array([run.height for run in runs])
-    blocks = len(numbers)
+    firsts, heights, _, *others = zip(*runs, strict=True)
     return Rows(
         *addressed(numbers[:, firsts].reshape(-1, 3), destination, source),
-        *(np.tile(column.astype(np.uint64), blocks) for column in (heights, pitches[:, 0], pitches[:, 1])),
+        *(np.tile(np.array(column, np.uint64), len(numbers)) for column in (heights, *others)),
     )

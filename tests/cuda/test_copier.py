@@ -45,14 +45,14 @@ def test_transfer_of_a_batch_is_one_call(run_program: RunProgram) -> None:
 
 
 def test_layers_of_a_block_are_rows_of_one_copy(run_program: RunProgram) -> None:
-    """A store and a load are a copy for each block; a load by layers takes eight small layers of each block at once."""
+    """A store and a load are a copy for each block; a load by layers takes 16 small layers of each at once."""
     done = run_program("round_trip", "layer_first", True, 2, 1, 20)
 
     blocks, layers = 10, 20
     assert done.said == 0
     assert broken_rules(done.records) == []
-    heights = [each.arguments["height"] for each in calls(done.records, "cuMemcpy2DAsync")]
-    assert heights == [layers] * 3 * blocks + [8] * 2 * blocks  # two stores, a load, a load by layers
+    depths = [each.arguments["depth"] for each in calls(done.records, "cuMemcpy3DAsync")]
+    assert depths == [layers] * 3 * blocks + [16] * blocks  # two stores, a load, a load by layers
     assert [each.arguments["count"] for each in batches(done.records)] == [4 * blocks]  # its last layers
     assert sum(each.arguments["bytes"] for each in ran(done.records, "copy")) == 4 * blocks * layers * PAGE_BYTES
 

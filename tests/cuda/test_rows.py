@@ -25,8 +25,10 @@ def unrolled(rows: Rows | None) -> list[tuple[int, int, int]]:
     if rows is None:
         return []
     return [
-        (to + row * to_pitch, of + row * of_pitch, width)
-        for to, of, width, height, to_pitch, of_pitch in zip(*(column.tolist() for column in rows), strict=True)
+        (to + row * to_pitch * to_parts, of + row * of_pitch * of_parts, width)
+        for to, of, width, height, to_pitch, of_pitch, to_parts, of_parts in zip(
+            *(column.tolist() for column in rows), strict=True
+        )
         for row in range(height)
     ]
 
@@ -91,9 +93,33 @@ def test_keys_and_values_apart_are_two_copies() -> None:
     assert listed(left) == []
 
 
-def test_layers_too_far_apart_are_pieces() -> None:
-    """A device refuses a pitch above its limit: such layers are copied as pieces."""
-    pages = [LayerPages((1 << 30) + (PITCH_MAX + 1) * layer, 256, 256) for layer in range(32)]
+def test_layers_at_two_distances_are_two_copies() -> None:
+    """Where the distance changes, the layer between belongs to the first copy alone."""
+    starts = [(1 << 30) + 1000 * min(layer, 10) + 3000 * max(0, layer - 10) for layer in range(20)]
+    rows, left, pieces = split_blocks([LayerPages(start, 256, 256) for start in starts])
+
+    assert rows is not None
+    assert rows.heights.tolist() == [11, 9] * 4
+    assert sorted(unrolled(rows)) == pieces
+    assert listed(left) == []
+
+
+def test_layers_far_apart_are_rows_with_a_shorter_pitch() -> None:
+    """A device refuses a pitch above its limit: it is told a part of the distance, and how many parts there are."""
+    pages = [LayerPages((1 << 30) + 3 * PITCH_MAX * layer, 256, 256) for layer in range(32)]
+    rows, left, pieces = split_blocks(pages)
+
+    assert rows is not None
+    assert set(rows.source_pitches.tolist()) == {PITCH_MAX}
+    assert set(rows.source_parts.tolist()) == {3}
+    assert sorted(unrolled(rows)) == pieces
+    assert listed(left) == []
+
+
+def test_layers_at_an_odd_distance_beyond_the_pitch_are_pieces() -> None:
+    """A distance that has no equal parts below the limit is none that a device copies."""
+    prime = 2_097_169
+    pages = [LayerPages((1 << 30) + prime * layer, 256, 256) for layer in range(32)]
     rows, left, pieces = split_blocks(pages)
 
     assert rows is None

@@ -47,23 +47,29 @@ class CopyAttributes(ctypes.Structure):
 
 class RowsSide(ctypes.Structure):
     _fields_ = (
-        *(("x", c_size_t), ("y", c_size_t), ("type", c_uint)),
-        *(("host", c_void_p), ("device", c_ulonglong), ("array", c_void_p), ("pitch", c_size_t)),
+        *(("x", c_size_t), ("y", c_size_t), ("z", c_size_t), ("lod", c_size_t), ("type", c_uint)),
+        *(("host", c_void_p), ("device", c_ulonglong), ("array", c_void_p), ("reserved", c_void_p)),
+        *(("pitch", c_size_t), ("height", c_size_t)),
     )
 
 
 class Rows(ctypes.Structure):
-    """Rows of one copy, from one side to the other."""
+    """CUDA_MEMCPY3D: planes of lines, from one side to the other."""
 
-    _fields_ = (("source", RowsSide), ("destination", RowsSide), ("width", c_size_t), ("height", c_size_t))
+    _fields_ = (
+        *(("source", RowsSide), ("destination", RowsSide)),
+        *(("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)),
+    )
 
 
-def on_host(address: int, pitch: int) -> RowsSide:
-    return RowsSide(type=1, host=address, pitch=pitch)
+def on_host(address: int, pitch: int, lines: int = 1) -> RowsSide:
+    """Planes of so many lines."""
+    return RowsSide(type=1, host=address, pitch=pitch, height=lines)
 
 
-def on_device(address: int, pitch: int) -> RowsSide:
-    return RowsSide(type=2, device=address, pitch=pitch)
+def on_device(address: int, pitch: int, lines: int = 1) -> RowsSide:
+    """Planes of so many lines."""
+    return RowsSide(type=2, device=address, pitch=pitch, height=lines)
 
 
 class IpcHandle(ctypes.Structure):
@@ -148,7 +154,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, c_void_p, c_size_t, _STREAM),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, _STREAM),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, c_size_t, _STREAM),
-    "cuMemcpy2DAsync_v2": (POINTER(Rows), _STREAM),
+    "cuMemcpy3DAsync_v2": (POINTER(Rows), _STREAM),
     "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, c_size_t, _STREAM),
     "cuStreamBeginCapture_v2": (_STREAM, c_int),
     "cuStreamEndCapture": (_STREAM, POINTER(c_void_p)),
@@ -287,9 +293,11 @@ class Driver:
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         self.call("cuMemcpyAsync", destination, source, size, stream)
 
-    def copy_rows(self, destination: RowsSide, source: RowsSide, width: int, height: int, stream: int) -> str:
-        """Copy rows; returns the name of the call's result."""
-        return self.attempt("cuMemcpy2DAsync_v2", Rows(source, destination, width, height), stream)
+    def copy_rows(
+        self, destination: RowsSide, source: RowsSide, width: int, depth: int, stream: int, height: int = 1
+    ) -> str:
+        """Copy some lines of each plane; returns the name of the call's result."""
+        return self.attempt("cuMemcpy3DAsync_v2", Rows(source, destination, width, height, depth), stream)
 
     def launch(self, stream: int, function: Callable[[], object]) -> None:
         """Queue a "kernel": a Python function that reads and writes memory when the stream reaches it."""

@@ -66,6 +66,16 @@ def test_rows_keep_the_rules_of_copies(driver: Driver) -> None:
     driver.finish(stream)
 
 
+def test_rows_are_lines_of_planes(driver: Driver) -> None:
+    """Of planes with several lines, the first ones are copied: distances can be greater than a pitch."""
+    stream, host, device = driver.stream(), driver.host(), driver.memory()
+    poke(host, b"onetwo")
+    assert driver.copy_rows(on_device(device, 10, 3), on_host(host, 3), 3, 2, stream) == SUCCESS
+    assert driver.copy_rows(on_device(device, 10, 3), on_host(host, 3), 3, 2, stream, height=2) == INVALID
+    driver.finish(stream)
+    assert [peek(device + 30 * plane, 3) for plane in range(2)] == [b"one", b"two"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_are_read_when_they_are_copied(start_driver: StartDriver, seed: int) -> None:
     """Who changes the source of rows before they are copied changes what is copied, as with one copy."""

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver, Stream
+from kvcached_client.cuda.rows import ROWS_MIN, split
 
 _MIB: Final = 1 << 20
 _RUNS: Final = 5
@@ -175,6 +176,37 @@ def both_directions(rig: Rig) -> Figures:
     return {"ok": True, "speed_over_sum": alone / together / 2}
 
 
+def rows_far_apart(rig: Rig) -> Figures:
+    """Rows that are further apart than the greatest pitch come to the host and back as they are, and how fast."""
+    pitch_max = rig.device.attribute("MAX_PITCH")
+    distance = rig.device.whole_granules(pitch_max)
+    if rig.device.free_bytes() < (ROWS_MIN + 1) * distance:
+        return {"ok": True, "why": f"needs {(ROWS_MIN + 1) * distance} free bytes"}
+    width, copies = 32 << 10, 64
+    with ExitStack() as parts:
+        memory = parts.enter_context(rig.device.make_memory(ROWS_MIN * distance))
+        stream = parts.enter_context(rig.stream())
+        size_bytes = copies * ROWS_MIN * width
+        expected = np.random.default_rng(2).integers(0, 256, size_bytes, dtype=np.uint8).tobytes()
+        rig.host[:size_bytes] = expected
+        numbers = np.array(
+            [
+                [(row * distance + copy * width, (copy * ROWS_MIN + row) * width, width) for row in range(ROWS_MIN)]
+                for copy in range(copies)
+            ]
+        )
+        up, _ = split(numbers, memory.address, rig.address, pitch_max)
+        down, _ = split(numbers[:, :, [1, 0, 2]], rig.address, memory.address, pitch_max)
+        assert up is not None
+        assert down is not None
+        stream.copy_rows(up, to_host=False)
+        stream.synchronize()
+        ctypes.memset(rig.address, 0, size_bytes)
+        seconds = _best(partial(stream.copy_rows, down, to_host=True), stream)
+        is_right = rig.host[:size_bytes] == expected
+    return {"ok": is_right, "parts": int(up.destination_parts[0]), "gb_per_s": size_bytes / seconds / 1e9}
+
+
 def write_value_order(rig: Rig) -> Figures:
     """Who sees a value that a stream wrote behind a batched copy sees all bytes of the copy."""
     device, host, sizes = rig.pieces(32 << 10)
@@ -201,7 +233,8 @@ def write_value_order(rig: Rig) -> Figures:
 
 
 CHECKS: Final[tuple[Callable[[Rig], Figures], ...]] = (
-    *(descriptor_keeps_memory, batched_copy, registration, crossover, both_directions, write_value_order),
+    *(descriptor_keeps_memory, batched_copy, registration, crossover, both_directions, rows_far_apart),
+    write_value_order,
 )
 
 

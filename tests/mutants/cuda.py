@@ -44,19 +44,19 @@ def cuda_event_before_the_copy(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@caught_by("tests/cuda/test_rows.py::test_every_piece_is_copied_once")
+@caught_by("tests/cuda/test_rows.py::test_layers_at_two_distances_are_two_copies")
 def cuda_piece_of_two_rows(patch: pytest.MonkeyPatch) -> None:
     """Two runs of rows that meet both copy the piece at which they do."""
     rewrite(patch, rows._even, "first += height", "first += height - 1")
 
 
-@caught_by("tests/cuda/test_rows.py::test_layers_too_far_apart_are_pieces")
+@caught_by("tests/cuda/test_rows.py::test_layers_far_apart_are_rows_with_a_shorter_pitch")
 def cuda_pitch_without_limit(patch: pytest.MonkeyPatch) -> None:
-    """Layers are copied as rows however far apart they are; the device refuses that."""
-    rewrite(patch, rows._even, "max(step) <= pitch_max", "max(step) > 0")
+    """Layers are copied as rows with whatever pitch they have; the device refuses that."""
+    rewrite(patch, rows._parts, "max(1, -(-distance // pitch_max))", "1")
 
 
-@caught_by("tests/cuda/test_rows.py::test_every_piece_is_copied_once")
+@caught_by("tests/cuda/test_rows.py::test_layers_with_strides_of_their_own_are_pieces")
 def cuda_strides_taken_for_equal(patch: pytest.MonkeyPatch) -> None:
     """All blocks are copied with the distances of the first one, though layers have strides of their own."""
     rewrite(patch, rows.split, "(steps != steps[0]).any()", "False")

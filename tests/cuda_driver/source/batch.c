@@ -143,28 +143,30 @@ API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *destinations, CUdeviceptr *sourc
 enum { MEMORY_HOST = 1, MEMORY_DEVICE = 2, MEMORY_ARRAY = 3, MEMORY_UNIFIED = 4 };
 
 typedef struct {
-    size_t x, y;
+    size_t x, y, z, lod;
     unsigned type;
     const void *host;
     CUdeviceptr device;
-    void *array;
-    size_t pitch;
+    void *array, *reserved;
+    size_t pitch, height; // bytes between lines, lines between planes
 } RowsSide;
 
 typedef struct {
     RowsSide source, destination;
-    size_t width, height;
+    size_t width, height, depth; // bytes, lines, planes
 } Rows;
 
-static CUresult check_side(const RowsSide *side, size_t width, uintptr_t *address) {
+static CUresult check_side(const RowsSide *side, const Rows *rows, uintptr_t *address) {
     if (side->type != MEMORY_HOST && side->type != MEMORY_DEVICE && side->type != MEMORY_UNIFIED)
         return refuse(CUDA_ERROR_INVALID_VALUE, "this driver has no arrays, and memory type %u is none", side->type);
-    if (side->pitch != 0 && side->pitch < width)
-        return refuse(CUDA_ERROR_INVALID_VALUE, "a pitch of %zu is less than the width", side->pitch);
+    if (side->x + side->y + side->z + side->lod != 0 || side->reserved != NULL)
+        return refuse(CUDA_ERROR_INVALID_VALUE, "this driver copies from the start of memory");
+    if (side->pitch < rows->width || side->height < rows->height)
+        return refuse(CUDA_ERROR_INVALID_VALUE, "a pitch of %zu or a height of %zu is less than what is copied",
+                      side->pitch, side->height);
     if (side->pitch > MAX_PITCH)
         return refuse(CUDA_ERROR_INVALID_VALUE, "a pitch of %zu is more than the device allows", side->pitch);
-    uintptr_t base = side->type == MEMORY_HOST ? (uintptr_t)side->host : (uintptr_t)side->device;
-    *address = base + side->y * side->pitch + side->x;
+    *address = side->type == MEMORY_HOST ? (uintptr_t)side->host : (uintptr_t)side->device;
     return CUDA_SUCCESS;
 }
 
@@ -175,13 +177,16 @@ static CUresult check_kind(const RowsSide *side, Side found) {
 
 static CUresult fill_rows(Batch *batch, const Rows *rows) {
     uintptr_t to, from;
-    CUresult result = check_side(&rows->destination, rows->width, &to);
-    if (result == CUDA_SUCCESS) result = check_side(&rows->source, rows->width, &from);
-    for (size_t each = 0; each < rows->height && result == CUDA_SUCCESS; each++) {
+    CUresult result = check_side(&rows->destination, rows, &to);
+    if (result == CUDA_SUCCESS) result = check_side(&rows->source, rows, &from);
+    for (size_t each = 0; each < batch->count && result == CUDA_SUCCESS; each++) {
+        size_t plane = each / rows->height, line = each % rows->height;
         Piece *piece = &batch->pieces[each];
-        *piece = (Piece){.destination = to + each * rows->destination.pitch,
-                         .source = from + each * rows->source.pitch,
-                         .size = rows->width};
+        *piece = (Piece){
+            .destination = to + (plane * rows->destination.height + line) * rows->destination.pitch,
+            .source = from + (plane * rows->source.height + line) * rows->source.pitch,
+            .size = rows->width,
+        };
         result = piece_check(piece, false);
         if (result == CUDA_SUCCESS) result = check_kind(&rows->destination, piece->to);
         if (result == CUDA_SUCCESS) result = check_kind(&rows->source, piece->from);
@@ -201,8 +206,8 @@ static CUresult copy_rows(const Rows *rows, CUstream handle) {
     Stream *stream = stream_find(handle, &result);
     if (stream == NULL) return result;
     if (rows == NULL) return refuse(CUDA_ERROR_INVALID_VALUE, "the copy has no parameters");
-    if (rows->width == 0 || rows->height == 0) return CUDA_SUCCESS;
-    Batch *batch = batch_new(rows->height);
+    if (rows->width == 0 || rows->height == 0 || rows->depth == 0) return CUDA_SUCCESS;
+    Batch *batch = batch_new(rows->height * rows->depth);
     result = fill_rows(batch, rows);
     if (result != CUDA_SUCCESS) {
         batch_drop(batch);
@@ -213,7 +218,9 @@ static CUresult copy_rows(const Rows *rows, CUstream handle) {
     return waits ? stream_finish(stream, stream_position(stream)) : CUDA_SUCCESS;
 }
 
-API CUresult cuMemcpy2DAsync_v2(const Rows *rows, CUstream stream) {
-    CALL(NEEDS_CONTEXT, copy_rows(rows, stream), stream, "\"width\":%zu,\"height\":%zu",
-         rows == NULL ? 0 : rows->width, rows == NULL ? 0 : rows->height);
+API CUresult cuMemcpy3DAsync_v2(const Rows *rows, CUstream stream) {
+    static const Rows none;
+    const Rows *told = rows == NULL ? &none : rows;
+    CALL(NEEDS_CONTEXT, copy_rows(rows, stream), stream, "\"width\":%zu,\"height\":%zu,\"depth\":%zu", told->width,
+         told->height, told->depth);
 }

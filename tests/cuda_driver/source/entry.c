@@ -190,7 +190,7 @@ API CUresult cuDriverGetVersion(int *version) {
     DO(cuMemcpy, 4000, cuMemcpy) DO(cuMemcpyAsync, 4000, cuMemcpyAsync) DO(cuMemcpyHtoD, 3020, cuMemcpyHtoD_v2) \
     DO(cuMemcpyDtoH, 3020, cuMemcpyDtoH_v2) DO(cuMemcpyDtoD, 3020, cuMemcpyDtoD_v2) \
     DO(cuMemcpyHtoDAsync, 3020, cuMemcpyHtoDAsync_v2) DO(cuMemcpyDtoHAsync, 3020, cuMemcpyDtoHAsync_v2) \
-    DO(cuMemcpyDtoDAsync, 3020, cuMemcpyDtoDAsync_v2) DO(cuMemcpy2DAsync, 3020, cuMemcpy2DAsync_v2) \
+    DO(cuMemcpyDtoDAsync, 3020, cuMemcpyDtoDAsync_v2) DO(cuMemcpy3DAsync, 3020, cuMemcpy3DAsync_v2) \
     DO(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync) DO(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v2) \
     DO(cuMemsetD8, 3020, cuMemsetD8_v2) \
     DO(cuMemsetD8Async, 3020, cuMemsetD8Async) DO(cuStreamBeginCapture, 10010, cuStreamBeginCapture_v2) \
