@@ -19,15 +19,14 @@ from xxhash import xxh3_128
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Event, Stream
-from kvcached_client.cuda.rows import ROWS_MIN, Numbers, Pieces, addressed, split
+from kvcached_client.cuda.rows import Numbers, Pieces, addressed, by_size, is_small, split
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import Mark
 
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
 AHEAD_MAX: Final = 2
-#: Pages below this size are loaded some layers at a time: batches of small pieces to a device are slow, rows are not.
-_SMALL_PAGE_BYTES: Final = 32 << 10
+#: Layers of small pages are loaded some at a time: the more rows a copy has, the faster it is.
 _SMALL_LAYERS_AT_ONCE: Final = 16
 
 
@@ -61,7 +60,7 @@ class CudaCopier:
 
     def layers_at_once(self, page_bytes: int) -> int:
         """See `Copier.layers_at_once`."""
-        return _SMALL_LAYERS_AT_ONCE if page_bytes < _SMALL_PAGE_BYTES else 1
+        return _SMALL_LAYERS_AT_ONCE if is_small(page_bytes) else 1
 
     def wait(self, mark: Mark) -> None:
         """Copies from now on begin when the work before the mark is over. The caller does not wait."""
@@ -122,16 +121,18 @@ class CudaCopier:
 
     def _send(self, batch: Batch, stream: Stream, *, to_host: bool) -> Pieces:
         """Queue a batch; returns the arrays that the driver may read until they are copied."""
-        if batch.per_block >= ROWS_MIN and (to_host or self._is_from_host(batch)):
+        if batch.per_block > 1 and (to_host or self._is_from_host(batch)):
             numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, batch.per_block, 3)
             rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max)
             if rows is not None:
                 stream.copy_rows(rows, to_host=to_host)
         else:
             pieces = self._pieces(batch)
-        if len(pieces[0]):
-            stream.copy(*pieces)
-        return pieces
+        small, large = by_size(pieces)
+        for some in (small, large):
+            if len(some[0]):
+                stream.copy(*some)
+        return large
 
     def _pieces(self, batch: Batch) -> Pieces:
         """As few pieces as possible. They are computed once for layers that share them."""

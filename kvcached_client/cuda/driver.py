@@ -25,6 +25,9 @@ Addresses = npt.NDArray[np.uint64]
 #: What cuda-bindings give and take: they have no type stubs.
 Opaque = Any
 
+#: Smaller pieces are not copied in batches: those take multiprocessors from the engine, and a demo whose loads were
+#: such batches gave wrong answers. See decision 0065.
+SMALL_PIECE_BYTES = 32 << 10
 #: The first version with `cuMemcpyBatchAsync`. Asked for by this number every later driver gives the same function.
 _BATCH_VERSION: Final = 12_080
 #: Of `cuMemcpyBatchAsync`: destinations, sources, sizes, their number, attributes, the first copy of each attribute,
@@ -128,7 +131,7 @@ class Driver:
             self._copy_batch = self._function("cuMemcpyBatchAsync", _BATCH_VERSION, _BATCH_ARGUMENTS)
         except CudaFailure:
             self.batches = False
-            self._copy_one = self._function("cuMemcpyAsync", 4000, _COPY_ARGUMENTS)
+        self._copy_one = self._function("cuMemcpyAsync", 4000, _COPY_ARGUMENTS)
         self._copy_rows = self._function("cuMemcpy3DAsync", _ROWS_VERSION, _ROWS_ARGUMENTS)
 
     @property
@@ -157,7 +160,8 @@ class Driver:
     def copy(self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
         """Queue copies on a stream, in any order among themselves; returns how many calls of the driver it took.
 
-        The arrays must stay alive until the copies are over. Sources are read in the stream's order.
+        It is one call, unless some pieces are small. The arrays must stay alive until the copies are over. Sources are
+        read in the stream's order.
 
         Args:
             destinations: addresses on the device or on the host, contiguous uint64; ranges must not overlap.
@@ -168,7 +172,7 @@ class Driver:
         Raises:
             CudaFailure: the driver refused; of a batch nothing was queued, otherwise some of it may be.
         """
-        if not self.batches:
+        if not self.batches or (sizes < SMALL_PIECE_BYTES).any():
             for piece in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self._check("cuMemcpyAsync", self._copy_one(*piece, stream))
             return len(sizes)

@@ -13,10 +13,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcached_client.cuda import driver
 from kvcached_client.cuda.driver import Addresses
 
-#: Fewer rows are no faster than a batch.
+#: Fewer rows are no faster than a batch. Small pieces are not copied in batches.
 ROWS_MIN: Final = 8
+SMALL_ROWS_MIN: Final = 2
 #: Pages of K and of V may alternate: every second page is at an even distance then.
 _PERIODS: Final = (1, 2)
 #: Distances beyond the greatest pitch are those of layers, which are whole pages of memory.
@@ -94,27 +96,42 @@ def addressed(numbers: Numbers, destination: int, source: int) -> Pieces:
     )
 
 
+def is_small(size_bytes: int) -> bool:
+    """Whether pieces of a size are copied as rows or one by one, and never in a batch."""
+    return size_bytes < driver.SMALL_PIECE_BYTES
+
+
+def by_size(pieces: Pieces) -> tuple[Pieces, Pieces]:
+    """Small pieces, and all others."""
+    which = pieces[2] < driver.SMALL_PIECE_BYTES
+    return _some(pieces, which), _some(pieces, ~which) if which.any() else pieces
+
+
+def _some(pieces: Pieces, which: npt.NDArray[np.bool]) -> Pieces:
+    destinations, sources, sizes = (column[which] for column in pieces)
+    return destinations, sources, sizes
+
+
 @lru_cache(maxsize=64)
 def _runs(block: bytes, pitch_max: int) -> tuple[_Run, ...]:
     """The runs of a block's pieces, which are the same in all blocks of an engine."""
     pieces: list[list[int]] = np.frombuffer(block, np.int64).reshape(-1, 3).tolist()
-    for period in _PERIODS:
-        parts = [(start, pieces[start::period]) for start in range(period)]
-        found = [
+    tried = [
+        tuple(
             _Run(start + period * first, height, period, *pitches)
-            for start, part in parts
-            for first, height, pitches in _even(part, pitch_max)
-        ]
-        if found:
-            return tuple(found)
-    return ()
+            for start in range(period)
+            for first, height, pitches in _even(pieces[start::period], pitch_max)
+        )
+        for period in _PERIODS
+    ]
+    return min(tried, key=lambda runs: len(runs) - sum(run.height for run in runs))  # the fewest copies
 
 
 def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int, tuple[int, int, int, int]]]:
     """What is long enough, and at even distances on both sides: first piece, number of pieces, pitches and parts."""
     found: list[tuple[int, int, tuple[int, int, int, int]]] = []
     first = 0
-    while first + ROWS_MIN <= len(pieces):
+    while first + 1 < len(pieces):
         size, step = pieces[first][2], _step(pieces, first)
         height = 1
         while first + height < len(pieces) and pieces[first + height][2] == size:
@@ -122,7 +139,7 @@ def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int, tuple
                 break
             height += 1
         to, of = (_parts(distance, size, pitch_max) for distance in step)
-        if height >= ROWS_MIN and to and of:
+        if height >= (SMALL_ROWS_MIN if is_small(size) else ROWS_MIN) and to and of:
             found.append((first, height, (step[0] // to, step[1] // of, to, of)))
             first += height
         else:

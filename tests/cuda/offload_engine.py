@@ -29,7 +29,7 @@ from tests.client.offload_rig import HostTensor
 from tests.daemon.offload_process import BLOCKS, LAYERS, Order, Scheduler, ShardMemory, content, job_of
 from tests.line_process import outcome, serve
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 32 << 10  # smaller ones are not copied in batches
 #: A kernel that takes much longer than a copy.
 SLOW_S = 0.4
 #: What blocks hold that nobody has computed.

@@ -28,6 +28,7 @@ from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.blocks.transfers import BlockTransfers
+from kvcached_client.cuda import driver as cuda_driver
 from kvcached_client.cuda.copier import AHEAD_MAX, CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
@@ -355,14 +356,22 @@ def beside_a_capture() -> list[Any]:
         return [int(graph) != 0, *made.values(1)]
 
 
+def small_round_trip(order: str, verify: bool, layers: int) -> int:
+    """As `round_trip`, with pages that are not copied in batches."""
+    cuda_driver.SMALL_PIECE_BYTES = 32 << 10
+    return round_trip(order, verify, 2, 1, layers)
+
+
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export, elsewhere),
         *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy, registered_read_only),
+        small_round_trip,
     )
 }
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
+    cuda_driver.SMALL_PIECE_BYTES = 0  # the pages here are small, and what is tried are batches
     sys.stdout.write(json.dumps(PROGRAMS[sys.argv[1]](*json.loads(sys.argv[2]))))

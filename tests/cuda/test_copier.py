@@ -46,15 +46,26 @@ def test_transfer_of_a_batch_is_one_call(run_program: RunProgram) -> None:
 
 def test_layers_of_a_block_are_rows_of_one_copy(run_program: RunProgram) -> None:
     """A store and a load are a copy for each block; a load by layers takes 16 small layers of each at once."""
-    done = run_program("round_trip", "layer_first", True, 2, 1, 20)
+    done = run_program("small_round_trip", "layer_first", True, 20)
 
     blocks, layers = 10, 20
     assert done.said == 0
     assert broken_rules(done.records) == []
     depths = [each.arguments["depth"] for each in calls(done.records, "cuMemcpy3DAsync")]
-    assert depths == [layers] * 3 * blocks + [16] * blocks  # two stores, a load, a load by layers
-    assert [each.arguments["count"] for each in batches(done.records)] == [4 * blocks]  # its last layers
+    assert depths == [layers] * 3 * blocks + [16] * blocks + [4] * blocks  # two stores, a load, a load by layers
     assert sum(each.arguments["bytes"] for each in ran(done.records, "copy")) == 4 * blocks * layers * PAGE_BYTES
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("order", "layers"), [("layer_first", 1), ("layer_first", 2), ("block_first", 3)])
+def test_small_pieces_are_never_copied_in_batches(run_program: RunProgram, order: str, layers: int, seed: int) -> None:
+    """Small pieces are rows, or copied one by one, and come back as they were stored."""
+    done = run_program("small_round_trip", order, True, layers, seed=seed)
+
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    assert not batches(done.records)
+    assert bool(calls(done.records, "cuMemcpyAsync")) == (order == "block_first" or layers == 1)
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcached_client.blocks.copy import Batch, CopyPlan
 from kvcached_client.blocks.pages import LayerPages
-from kvcached_client.cuda.rows import ROWS_MIN, Pieces, Rows, split
+from kvcached_client.cuda.rows import SMALL_ROWS_MIN, Pieces, Rows, split
 
 PITCH_MAX = 1 << 20
 
@@ -52,13 +52,13 @@ def blocks_of_pieces(draw: st.DrawFn) -> np.ndarray[tuple[int, int, int], np.dty
 
 @given(numbers=blocks_of_pieces())
 def test_every_piece_is_copied_once(numbers: np.ndarray[tuple[int, int, int], np.dtype[np.int64]]) -> None:
-    """What is left and what rows stand for are the pieces, each as often as it was there; no copy has few rows."""
+    """What is left and what rows stand for are the pieces, each as often as it was there."""
     rows, left = split(numbers, 5000, 7000, PITCH_MAX)
 
     pieces = [(to + 5000, of + 7000, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
     assert sorted(unrolled(rows) + listed(left)) == sorted(pieces)
     if rows is not None:
-        assert rows.heights.min() >= ROWS_MIN
+        assert rows.heights.min() >= SMALL_ROWS_MIN
         assert (np.minimum(rows.destination_pitches, rows.source_pitches) >= rows.widths).all()
 
 

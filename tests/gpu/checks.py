@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcached_client.cuda import driver
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver, Stream
 from kvcached_client.cuda.rows import ROWS_MIN, split
@@ -147,7 +149,8 @@ def crossover(rig: Rig) -> Figures:
         ratios = {}
         for piece_bytes in _PIECES_BYTES:
             device, host, sizes = rig.pieces(piece_bytes)
-            seconds = _best(partial(stream.copy, host, device, sizes), stream)
+            with _in_batches():
+                seconds = _best(partial(stream.copy, host, device, sizes), stream)
             ratios[str(piece_bytes)] = whole / seconds * len(sizes) * piece_bytes / rig.size_bytes
     kernel = _moved_by_triton(rig.size_bytes, whole)
     return {
@@ -174,6 +177,40 @@ def both_directions(rig: Rig) -> Figures:
 
         together = _best(at_once, one, other)
     return {"ok": True, "speed_over_sum": alone / together / 2}
+
+
+def small_batches(rig: Rig) -> Figures:
+    """Batches of small pieces, which kvcached does not use: whether they bring the right bytes. Tells, and judges not.
+
+    Into memory of this process, and into memory that came by a descriptor, as a worker's does.
+    """
+    rng = np.random.default_rng(3)
+    wrong: dict[str, int] = {}
+    with ExitStack() as parts:
+        descriptor = rig.memory.export()
+        parts.callback(os.close, descriptor)
+        opened = parts.enter_context(rig.device.open_memory(descriptor, rig.size_bytes))
+        stream = parts.enter_context(rig.stream())
+        for (name, memory), piece_bytes, count in product(
+            (("own", rig.memory), ("opened", opened)), (4 << 10, 8 << 10, 16 << 10, 24 << 10), (64, 384, 768, 4096)
+        ):
+            if 2 * count * piece_bytes > rig.size_bytes:
+                continue
+            places = rng.permutation(2 * count)[:count].astype(np.uint64) * np.uint64(piece_bytes)
+            expected = rng.integers(0, 256, count * piece_bytes, dtype=np.uint8).tobytes()
+            device, sizes = places + np.uint64(memory.address), np.full(count, piece_bytes, np.uint64)
+            host = np.arange(count, dtype=np.uint64) * np.uint64(piece_bytes) + np.uint64(rig.address)
+            rig.host[: len(expected)] = expected
+            with _in_batches():
+                stream.copy(device, host, sizes)
+                stream.synchronize()
+            ctypes.memset(rig.address, 0, len(expected))
+            stream.copy(host, device, sizes)  # one by one
+            stream.synchronize()
+            found = np.frombuffer(rig.host[: len(expected)], np.uint8).reshape(count, -1)
+            bad = (found != np.frombuffer(expected, np.uint8).reshape(count, -1)).any(1)
+            wrong[f"{name} {count} x {piece_bytes}"] = int(bad.sum())
+    return {"ok": True, "right": not any(wrong.values()), "wrong_pieces": wrong}
 
 
 def rows_far_apart(rig: Rig) -> Figures:
@@ -234,8 +271,19 @@ def write_value_order(rig: Rig) -> Figures:
 
 CHECKS: Final[tuple[Callable[[Rig], Figures], ...]] = (
     *(descriptor_keeps_memory, batched_copy, registration, crossover, both_directions, rows_far_apart),
-    write_value_order,
+    *(small_batches, write_value_order),
 )
+
+
+@contextmanager
+def _in_batches() -> Iterator[None]:
+    """Small pieces are copied in batches, too."""
+    usual = driver.SMALL_PIECE_BYTES
+    driver.SMALL_PIECE_BYTES = 0
+    try:
+        yield
+    finally:
+        driver.SMALL_PIECE_BYTES = usual
 
 
 def _copies(rig: Rig) -> dict[str, Callable[..., object]]:
