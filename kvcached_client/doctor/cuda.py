@@ -12,7 +12,10 @@ from typing import Final
 
 import numpy as np
 
+from kvcached_client.blocks.copy import CopyPlan
 from kvcached_client.blocks.mapping import huge_pages
+from kvcached_client.blocks.pages import LayerPages
+from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.cuda.engine_pool import EnginePoolMemory
@@ -22,6 +25,10 @@ _MIB: Final = 1 << 20
 _REGISTERED_BYTES: Final = 64 * _MIB
 _PATTERN: Final = b"kvcached" * 512
 _COPY_ENGINES_MIN: Final = 2
+#: Of pages that are copied. The layers are few enough for large pages to be pieces, and enough for small ones to be rows.
+_PAGES_BYTES: Final = (4 << 10, 16 << 10, 32 << 10)
+_LAYERS: Final = 6
+_BLOCKS: Final = 64
 #: So that there is more than one piece of scratch memory.
 _REPLACED_GRANULES: Final = 3
 
@@ -117,6 +124,46 @@ def _replaced_memory(device: Device, parts: ExitStack) -> Finding:
     return Finding(_name(device, _replaced_memory), "ok", "mapped where scratch memory was, with the bytes it had")
 
 
+def _scattered_copies(device: Device, parts: ExitStack) -> Finding:
+    """Blocks that go to scattered slots of memory that came by a descriptor, and back, as a worker copies them."""
+    for page_bytes in _PAGES_BYTES:
+        if not _come_back(device, parts, page_bytes):
+            text = f"pages of {page_bytes >> 10} KiB come back with other bytes"
+            fix = "do not serve device pools on this device, and report it with the driver's version"
+            return Finding(_name(device, _scattered_copies), "fail", text, fix)
+    sizes = ", ".join(str(each >> 10) for each in _PAGES_BYTES)
+    text = f"{_BLOCKS} blocks of {_LAYERS} layers with pages of {sizes} KiB came back as they were"
+    return Finding(_name(device, _scattered_copies), "ok", text)
+
+
+def _come_back(device: Device, parts: ExitStack, page_bytes: int) -> bool:
+    half = _BLOCKS * _LAYERS * page_bytes
+    host = _Pinned(device, parts, 2 * half)
+    made = parts.enter_context(device.make_memory(2 * half))
+    descriptor = made.export()
+    try:
+        opened = parts.enter_context(device.open_memory(descriptor, made.size_bytes))
+    finally:
+        os.close(descriptor)
+    copier = CudaCopier(device, range(host.address, host.address + 2 * half))
+    parts.callback(copier.close)
+    strip_bytes = 2 * _BLOCKS * page_bytes
+    pages = [LayerPages(opened.address + layer * strip_bytes, page_bytes, page_bytes) for layer in range(_LAYERS)]
+    plan = CopyPlan(pages, host.address)
+    random = np.random.default_rng(page_bytes)
+    slots = random.permutation(2 * _BLOCKS)[:_BLOCKS].tolist()
+    there, back = (list(range(first, first + half, half // _BLOCKS)) for first in (0, half))
+    expected = random.bytes(half)
+    ctypes.memmove(host.address, expected, half)
+    for batches in (
+        plan.by_layer(slots, there, plan.layer_groups(copier.layers_at_once)),
+        plan.by_block(slots, back, to_host=True),
+    ):
+        for _ in copier.copy(batches):
+            pass
+    return ctypes.string_at(host.address + half, half) == expected
+
+
 def _copy_engines(device: Device, _: ExitStack) -> Finding:
     """Whether stores and loads can run at once."""
     engines = device.attribute("ASYNC_ENGINE_COUNT")
@@ -153,6 +200,7 @@ def _stream_values(device: Device, parts: ExitStack) -> Finding:
 _CHECKS: Final = (
     (_shared_memory, "the device must not be virtual (vGPU, WSL), and a sandbox must allow /dev/nvidia*"),
     (_replaced_memory, "leave device_memory out of vLLM's kv_connector_extra_config"),
+    (_scattered_copies, "report it with the driver's version"),
     (_copy_engines, "report it with the driver's version"),
     (_host_registration, "allow more locked memory (ulimit -l, the container's limits), and have memory free"),
     (_stream_values, "use a newer driver; loads are then waited for as a whole"),

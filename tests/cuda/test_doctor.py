@@ -40,7 +40,8 @@ def test_machine_that_can_do_everything(library: Path, device: Path) -> None:
 
     assert code == 0
     assert {level for level, _ in found.values()} == {"ok"}
-    mechanisms = {"shared memory", "replaced memory", "copy engines", "host registration", "stream values"}
+    mechanisms = {"shared memory", "replaced memory", "scattered copies", "copy engines", "host registration"}
+    mechanisms |= {"stream values"}
     assert mechanisms == {name.partition(": ")[2] for name in found if name.startswith("device 1: ")}
     assert found["device 1: host registration"][1].endswith("; memory node 1")
     assert live_granules(device) == 0
@@ -49,10 +50,13 @@ def test_machine_that_can_do_everything(library: Path, device: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "broken"),
     [
-        ("refused_export=1", {"shared memory", "replaced memory"}),
-        ("out_of_memory=1", {"shared memory", "replaced memory"}),
+        ("refused_export=1", {"shared memory", "replaced memory", "scattered copies"}),
+        ("out_of_memory=1", {"shared memory", "replaced memory", "scattered copies"}),
         ("refused_values=1", {"stream values"}),
-        ("refused_registration=1", {"shared memory", "replaced memory", "host registration", "stream values"}),
+        (
+            "refused_registration=1",
+            {"shared memory", "replaced memory", "scattered copies", "host registration", "stream values"},
+        ),
     ],
 )
 def test_refused_mechanism(library: Path, device: Path, fault: str, broken: set[str]) -> None:

@@ -13,6 +13,7 @@ from kvcached_client.copy_process.main import Copying
 from kvcached_client.cuda import copier, device, driver, host, mapping, rows
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device, DeviceMemory
+from kvcached_client.cuda.driver import Driver
 from kvcached_client.cuda.engine import EventMark
 from kvcached_client.cuda.gates import LayerGates
 from kvcached_client.cuda.host import HostPool
@@ -48,6 +49,12 @@ def cuda_event_before_the_copy(patch: pytest.MonkeyPatch) -> None:
 def cuda_piece_of_two_rows(patch: pytest.MonkeyPatch) -> None:
     """Two runs of rows that meet both copy the piece at which they do."""
     rewrite(patch, rows._even, "first += height", "first += height - 1")
+
+
+@caught_by("tests/cuda/test_doctor.py::test_machine_that_can_do_everything")
+def cuda_rows_not_copied(patch: pytest.MonkeyPatch) -> None:
+    """A driver does nothing where it is to copy rows: `kvcached doctor --cuda` has to say so."""
+    patch.setattr(Driver, "copy_rows", lambda *_, **__: 0)
 
 
 @caught_by("tests/cuda/test_rows.py::test_layers_far_apart_are_rows_with_a_shorter_pitch")
