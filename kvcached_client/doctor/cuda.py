@@ -25,7 +25,7 @@ _MIB: Final = 1 << 20
 _REGISTERED_BYTES: Final = 64 * _MIB
 _PATTERN: Final = b"kvcached" * 512
 _COPY_ENGINES_MIN: Final = 2
-#: Of pages that are copied. The layers are few enough for large pages to be pieces, and enough for small ones to be rows.
+#: Of pages that are copied. The layers are few, so that large pages are pieces, and small ones are rows.
 _PAGES_BYTES: Final = (4 << 10, 16 << 10, 32 << 10)
 _LAYERS: Final = 6
 _BLOCKS: Final = 64
