@@ -26,10 +26,11 @@ main(["cuda", "--json", "--rounds", "10"])
 """
 _ROWS = ("rows_512k", "rows_1m", "rows_2560k")
 _PIECES = ("pieces_32k", "pieces_72k")
+_SMALL_PIECES = ("small_8k", "small_16k")
 
 
 def _cases(shapes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{shape}_{kind}" for shape in shapes for kind in ("store", "load"))
+    return tuple(f"{shape}_{kind}" for shape in shapes for kind in ("store", "load", "bulk_load"))
 
 
 _PROMISED = {
@@ -56,7 +57,13 @@ def test_cuda_suite_has_every_promised_metric(library: Path, device: Path, tmp_p
     assert done.returncode == 0, done.stderr
     lines = {line["metric"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert {name: line["target"] for name, line in lines.items() if line["target"]} == _PROMISED
-    unpromised = {f"{case}_gb_per_s" for case in _cases((*_ROWS, *_PIECES))}
+    unpromised = {f"{case}_gb_per_s" for case in _cases((*_ROWS, *_PIECES, *_SMALL_PIECES))}
+    unpromised |= {f"{kind}_over_one_copy_ratio" for kind in ("small", *_cases(_SMALL_PIECES))}
+    unpromised |= {
+        f"{shape}_{figure}"
+        for shape in _SMALL_PIECES
+        for figure in ("both_ways_over_sum_ratio", "layerwise_over_bulk", "first_layer_beyond_its_bytes_ms")
+    }
     unpromised |= {"register_ms_per_gib", "unregister_ms_per_gib", "loads_beside_engine_gb_per_s"}
     assert set(lines) - set(_PROMISED) == unpromised
     assert {line["device"] for line in lines.values()} == {"Fake CUDA device 0, CUDA 13.0"}
