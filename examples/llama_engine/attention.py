@@ -83,7 +83,7 @@ class DecodeAttention:
         """Store k and v, then attend. Shapes as in `model.Attend`."""
         keys, values = self._pool[layer]
         for pages, rows in ((keys, k), (values, v)):
-            pages.index_put_((self._slots, self._offsets), rows.to(pages.dtype))
+            write_rows(pages, (self._slots, self._offsets), rows)
         self._await_layer(layer)
         mask = self._visible[:, None, None]
         out = functional.scaled_dot_product_attention(
@@ -100,7 +100,22 @@ class DecodeAttention:
 def _store(pages: Tensor, request: PagedRows, rows: Tensor) -> None:
     block_size = pages.shape[1]
     slots = request.block_table[request.positions // block_size]
-    pages[slots, request.positions % block_size] = rows.to(pages.dtype)
+    write_rows(pages, (slots, request.positions % block_size), rows)
+
+
+def write_rows(pages: Tensor, places: tuple[Tensor, Tensor], rows: Tensor) -> None:
+    """Write rows to their places, all of them different, and touch nothing else of the pool.
+
+    In torch's deterministic mode, `index_put_` on a CUDA device writes into a copy of a tensor that is not contiguous,
+    as pages of K alone are not, and then copies all of it back. What others have loaded into their slots meanwhile
+    would be lost. Where all places are different, no order of the writes can change what comes out.
+    """
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=False)
+    try:
+        pages.index_put_(places, rows.to(pages.dtype))
+    finally:
+        torch.use_deterministic_algorithms(mode=is_deterministic)
 
 
 def _load(pages: Tensor, request: PagedRows) -> Tensor:

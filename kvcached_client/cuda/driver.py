@@ -25,8 +25,7 @@ Addresses = npt.NDArray[np.uint64]
 #: What cuda-bindings give and take: they have no type stubs.
 Opaque = Any
 
-#: Smaller pieces are not copied in batches: those take multiprocessors from the engine, and a demo whose loads were
-#: such batches gave wrong answers. See decision 0065.
+#: Smaller pieces are not copied in batches, which are slow and take multiprocessors from the engine: decision 0065.
 SMALL_PIECE_BYTES = 32 << 10
 #: The first version with `cuMemcpyBatchAsync`. Asked for by this number every later driver gives the same function.
 _BATCH_VERSION: Final = 12_080

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from examples.llama_engine.attention import DecodeAttention, PagedAttention, PagedRows
+from examples.llama_engine.attention import DecodeAttention, PagedAttention, PagedRows, write_rows
 from examples.llama_engine.config import ModelError, read_config
 from examples.llama_engine.model import Llama
 from examples.llama_engine.weights import head_range, load_weights, random_source, weight_source
@@ -161,3 +162,26 @@ def test_config_of_another_model_is_refused(tmp_path: Path, change: dict[str, ob
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     with pytest.raises(ModelError, match=reason):
         read_config(tmp_path)
+
+
+def test_rows_are_written_without_a_copy_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch is deterministic, on a device it would write into a copy, and bring it back over what was loaded."""
+    modes: list[bool] = []
+    write = Tensor.index_put_
+
+    def noted(pages: Tensor, *arguments: Any) -> Tensor:
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return write(pages, *arguments)
+
+    monkeypatch.setattr(Tensor, "index_put_", noted)
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        pages = torch.zeros(4, 2, 16, 2, 8)[:, 0]
+        write_rows(pages, (torch.tensor([3]), torch.tensor([5])), torch.ones(1, 2, 8))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+    assert modes == [False]
+    assert pages[3, 5].eq(1).all()
+    assert pages.sum() == 2 * 8

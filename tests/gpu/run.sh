@@ -87,6 +87,7 @@ step doctor "$python" -m kvcached doctor --cuda --json
 step checks "$python" -m tests.gpu.checks --mib "${GPU_MIB:-1024}"
 step copying "$python" -m tests.gpu.copying --fills "${GPU_FILLS:-1000}"
 step graphs "$python" -m tests.gpu.graphs
+step writes "$python" -m tests.gpu.writes
 step warm "$python" -m tests.gpu.warm --fills "${GPU_WARM_FILLS:-20000}"
 step cuda "$python" -m benchmarks cuda --json --rounds "${GPU_ROUNDS:-20}"
 step demo-tp1 "$python" -m kvcached demo --device cuda --tp 1 --json

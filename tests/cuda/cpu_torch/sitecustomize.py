@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,6 +69,33 @@ def _patch_kv_tensors(module: ModuleType) -> None:
     module.devices = lambda: 1  # type: ignore[attr-defined]
 
 
+#: What a device takes to write rows into a copy: long enough for others to load blocks meanwhile.
+_WRITE_S = 0.003
+
+
+def _patch_torch(module: ModuleType) -> None:
+    """`index_put_` in deterministic mode, as on a CUDA device: what is not contiguous is copied, and copied back."""
+    in_place = module.Tensor.index_put_
+
+    def index_put_(self: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+        if self.is_contiguous() or not module.are_deterministic_algorithms_enabled():
+            return in_place(self, indices, values, accumulate)
+        whole = self.contiguous()
+        in_place(whole, indices, values, accumulate)
+        time.sleep(_WRITE_S)
+        return self.copy_(whole)
+
+    def set_item(self: Any, indices: Any, values: Any) -> None:
+        if isinstance(indices, tuple) and all(isinstance(each, module.Tensor) for each in indices):
+            index_put_(self, indices, values)
+        else:
+            in_place_item(self, indices, values)
+
+    in_place_item = module.Tensor.__setitem__
+    module.Tensor.index_put_ = index_put_
+    module.Tensor.__setitem__ = set_item
+
+
 def _patch_copier(module: ModuleType) -> None:
     module.current_stream = lambda: 0  # type: ignore[attr-defined]
 
@@ -79,6 +107,7 @@ def _patch_graphs(module: ModuleType) -> None:
 
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "torch": _patch_torch,
     "kvcached_client.tensors": _patch_tensors,
     "examples.llama_engine.kv_tensors": _patch_kv_tensors,
     "examples.llama_engine.copier": _patch_copier,
