@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 
 from kvcached_client.blocks.copy import Batch, CopyPlan
 from kvcached_client.blocks.pages import LayerPages
+from kvcached_client.cuda.copier import CudaCopier
+from kvcached_client.cuda.driver import CudaFailure
 from kvcached_client.cuda.rows import SMALL_ROWS_MIN, Pieces, Rows, split
 
 PITCH_MAX = 1 << 20
@@ -169,6 +174,34 @@ def pieces_of(batches: Iterable[Batch]) -> list[tuple[int, int, int]]:
         numbers = iter(pieces)
         found += [(to + destination, of + source, size) for to, of, size in zip(numbers, numbers, numbers, strict=True)]
     return sorted(found)
+
+
+class RefusingStream:
+    """A stream of a driver that takes rows and refuses the pieces after them."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def copy_rows(self, rows: Rows, *, to_host: bool) -> None:
+        self.done.append("rows")
+
+    def copy(self, *_: object) -> None:
+        raise CudaFailure("cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE")
+
+    def synchronize(self) -> None:
+        self.done.append("waited for")
+
+
+def test_rows_that_are_queued_before_a_refusal_are_waited_for() -> None:
+    """A batch of which only some is queued fails when that is over: nobody else would wait for it."""
+    stream = RefusingStream()
+    device: Any = SimpleNamespace(make_stream=lambda: stream, attribute=lambda _: PITCH_MAX)
+    copier = CudaCopier(device, range(1 << 20))
+    pieces = array("q", [0, 1 << 30, 64, 64, (1 << 30) + 4096, 64, 128, (1 << 30) + 9999, 32])
+    with pytest.raises(CudaFailure, match="INVALID_VALUE"):
+        list(copier.copy([Batch(pieces, 0, 0, 3)]))
+
+    assert stream.done == ["rows", "waited for"]
 
 
 @pytest.mark.parametrize("to_host", [True, False])

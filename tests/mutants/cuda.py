@@ -71,6 +71,12 @@ def cuda_pitch_without_limit(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, rows._parts, "max(1, -(-distance // pitch_max))", "1")
 
 
+@caught_by("tests/cuda/test_rows.py::test_rows_that_are_queued_before_a_refusal_are_waited_for")
+def cuda_refused_batch_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A batch that is refused in its midst fails at once, while its first copies go on."""
+    rewrite(patch, CudaCopier._queue, "stream.synchronize()", "pass")
+
+
 @caught_by("tests/cuda/test_rows.py::test_layers_with_strides_of_their_own_are_pieces")
 def cuda_strides_taken_for_equal(patch: pytest.MonkeyPatch) -> None:
     """All blocks are copied with the distances of the first one, though layers have strides of their own."""
