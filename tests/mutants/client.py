@@ -46,7 +46,8 @@ def header_valid_while_it_is_overwritten(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/worker/test_transfers.py::test_layers_are_told_after_their_bytes")
 def layer_told_before_its_bytes(patch: pytest.MonkeyPatch) -> None:
     """A load tells of a layer before it is copied."""
-    rewrite(patch, MemoryCopier.copy, "copy_all(*batch)\nyield batch", "yield batch\ncopy_all(*batch)")
+    copy = "copy_all(batch.pieces, batch.destination, batch.source)"
+    rewrite(patch, MemoryCopier.copy, f"{copy}\nyield batch", f"yield batch\n{copy}")
 
 
 @caught_by("tests/client/test_block_transfers.py::test_block_that_is_overwritten_while_it_is_read_is_reported")
