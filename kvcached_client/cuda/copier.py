@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Event, Stream
-from kvcached_client.cuda.rows import Numbers, Pieces, addressed, by_size, is_small, split
+from kvcached_client.cuda.rows import Numbers, Pieces, addressed, by_size, is_small, merged, split
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import Mark
@@ -138,7 +138,7 @@ class CudaCopier:
         """As few pieces as possible. They are computed once for layers that share them."""
         known = self._known
         if known[0] is not batch.pieces:
-            known = (batch.pieces, _merged(np.frombuffer(batch.pieces, np.int64).reshape(-1, 3)))
+            known = (batch.pieces, merged(np.frombuffer(batch.pieces, np.int64).reshape(-1, 3)))
             self._known = known
         return addressed(known[1], batch.destination, batch.source)
 
@@ -147,16 +147,6 @@ class CudaCopier:
 
     def _is_from_host(self, batch: Batch) -> bool:
         return bool(batch.pieces) and batch.source + batch.pieces[1] in self._host
-
-
-def _merged(numbers: Numbers) -> Numbers:
-    """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied."""
-    ends = numbers[:-1, :2] + numbers[:-1, 2:]
-    first = np.flatnonzero(np.concatenate((np.ones(min(len(numbers), 1), np.bool), (ends != numbers[1:, :2]).any(1))))
-    merged = numbers[first]
-    if len(first) < len(numbers):
-        merged[:, 2] = np.add.reduceat(numbers[:, 2], first)
-    return merged
 
 
 def _abandon(queued: deque[_UnderWay]) -> None:

@@ -77,13 +77,34 @@ def split(numbers: Numbers, destination: int, source: int, pitch_max: int) -> tu
     """
     steps = np.diff(numbers, axis=1)
     if not len(numbers) or (steps != steps[0]).any():  # layers with strides of their own
-        return None, addressed(numbers.reshape(-1, 3), destination, source)
+        return None, addressed(merged(numbers.reshape(-1, 3)), destination, source)
+    numbers = _merged_in_blocks(numbers)
     runs = _runs(np.ascontiguousarray(numbers[0]).tobytes(), pitch_max)
     if not runs:
-        return None, addressed(numbers.reshape(-1, 3), destination, source)
+        return None, addressed(merged(numbers.reshape(-1, 3)), destination, source)
     taken = {run.first + run.period * row for run in runs for row in range(run.height)}
     left = numbers[:, [index for index in range(numbers.shape[1]) if index not in taken]]
-    return _rows(numbers, runs, destination, source), addressed(left.reshape(-1, 3), destination, source)
+    return _rows(numbers, runs, destination, source), addressed(merged(left.reshape(-1, 3)), destination, source)
+
+
+def _merged_in_blocks(numbers: Numbers) -> Numbers:
+    """The same bytes, with pages of a block that are back to back on both sides as one piece."""
+    sizes = numbers[0, :, 2:]
+    follows = (numbers[0, :-1, :2] + sizes[:-1] == numbers[0, 1:, :2]).all(1)
+    firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    fewer = numbers[:, firsts]
+    fewer[:, :, 2] = np.add.reduceat(numbers[:, :, 2], firsts, axis=1)
+    return fewer
+
+
+def merged(numbers: Numbers) -> Numbers:
+    """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied."""
+    ends = numbers[:-1, :2] + numbers[:-1, 2:]
+    first = np.flatnonzero(np.concatenate((np.ones(min(len(numbers), 1), np.bool), (ends != numbers[1:, :2]).any(1))))
+    fewer = numbers[first]
+    if len(first) < len(numbers):
+        fewer[:, 2] = np.add.reduceat(numbers[:, 2], first)
+    return fewer
 
 
 def addressed(numbers: Numbers, destination: int, source: int) -> Pieces:

@@ -38,6 +38,11 @@ def unrolled(rows: Rows | None) -> list[tuple[int, int, int]]:
     ]
 
 
+def bytes_of(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Where every byte of pieces goes, and from where: pieces back to back may be copied as one."""
+    return [(to + at, of + at) for to, of, size in pieces for at in range(size)]
+
+
 @st.composite
 def blocks_of_pieces(draw: st.DrawFn) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
     """Pieces of some blocks: runs one after the other, some long, some short, some that meet."""
@@ -61,7 +66,7 @@ def test_every_piece_is_copied_once(numbers: np.ndarray[tuple[int, int, int], np
     rows, left = split(numbers, 5000, 7000, PITCH_MAX)
 
     pieces = [(to + 5000, of + 7000, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
-    assert sorted(unrolled(rows) + listed(left)) == sorted(pieces)
+    assert sorted(bytes_of(unrolled(rows) + listed(left))) == sorted(bytes_of(pieces))
     if rows is not None:
         assert rows.heights.min() >= SMALL_ROWS_MIN
         assert (np.minimum(rows.destination_pitches, rows.source_pitches) >= rows.widths).all()
@@ -96,6 +101,15 @@ def test_keys_and_values_apart_are_two_copies() -> None:
     assert rows is not None
     assert rows.heights.tolist() == [16] * 8
     assert listed(left) == []
+
+
+def test_layers_back_to_back_are_one_piece() -> None:
+    """Where a block is one run on the device as well, it is one piece, and no rows."""
+    pages = [LayerPages((1 << 30) + 256 * layer, 256, 32 * 256) for layer in range(32)]
+    rows, left, _ = split_blocks(pages)
+
+    assert rows is None
+    assert left[2].tolist() == [32 * 256] * 4
 
 
 def test_layers_at_two_distances_are_two_copies() -> None:
