@@ -159,8 +159,8 @@ class Driver:
     def copy(self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
         """Queue copies on a stream, in any order among themselves; returns how many calls of the driver it took.
 
-        It is one call, unless some pieces are small. The arrays must stay alive until the copies are over. Sources are
-        read in the stream's order.
+        It is one call, unless some pieces are small or the driver has no batches. The arrays must stay alive until the
+        copies are over. Sources are read in the stream's order.
 
         Args:
             destinations: addresses on the device or on the host, contiguous uint64; ranges must not overlap.

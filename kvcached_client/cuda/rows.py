@@ -67,7 +67,7 @@ class _Run(NamedTuple):
 
 
 def split(numbers: Numbers, destination: int, source: int, pitch_max: int) -> tuple[Rows | None, Pieces]:
-    """What can be copied as rows, and the pieces that are left; every piece is in one of them.
+    """What can be copied as rows, and the pieces that are left; every byte is in one of them.
 
     Args:
         numbers: of whole blocks.

@@ -62,7 +62,7 @@ def blocks_of_pieces(draw: st.DrawFn) -> np.ndarray[tuple[int, int, int], np.dty
 
 @given(numbers=blocks_of_pieces())
 def test_every_piece_is_copied_once(numbers: np.ndarray[tuple[int, int, int], np.dtype[np.int64]]) -> None:
-    """What is left and what rows stand for are the pieces, each as often as it was there."""
+    """What is left and what rows stand for are the bytes of the pieces, each as often as it was there."""
     rows, left = split(numbers, 5000, 7000, PITCH_MAX)
 
     pieces = [(to + 5000, of + 7000, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
