@@ -157,7 +157,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         host, devices = inheritance.host, inheritance.devices
         _check_memory(config, inheritance)
         record, first = await recorded(config), first_of(epoch, secrets.randbits(RANDOM_BITS))
-        editions = editions_of(record, inheritance.ledger)
+        editions = editions_of(record, inheritance.ledger, canonical=config.has_canonical_storage)
         generations = {each.name: generation_of(each, editions, first) for each in config.replica}
         editions |= {each.namespace: Edition(each.number, each.weights_version) for each in generations.values()}
         holders = {
@@ -180,7 +180,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         }
         cache = build_cache(config, generations, policies, epoch, Generations(first + 1, editions))
         headers = None if host is None else HostHeaders(host)
-        taken = take_over_timed(inheritance, cache, replicas, headers)
+        taken = take_over_timed(inheritance, cache, replicas, headers, canonical=config.has_canonical_storage)
         share = None if host is None or config.offload is None else _share(config, host, parts)
         state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
         service = _service(config, cache, replicas, share, state_place, headers, engine_pools)
@@ -267,7 +267,14 @@ def _service(
 def _share(config: Config, host: HostMemory, parts: AsyncExitStack) -> HostShare:
     read_only = host.open_read_only()
     parts.callback(os.close, read_only)
-    return HostShare(host.descriptor, read_only, host.slabs, host.slab_bytes, verify(config))
+    return HostShare(
+        host.descriptor,
+        read_only,
+        host.slabs,
+        host.slab_bytes,
+        verify(config),
+        has_canonical_storage=config.has_canonical_storage,
+    )
 
 
 def _access(config: Config) -> Access:

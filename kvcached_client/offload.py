@@ -156,6 +156,7 @@ class OffloadClient(EngineSession):
             fingerprint=layout.fingerprint,
             replicated=layout.replicated,
             read_only=read_only,
+            canonical=layout.canonical,
         )
         return with_patience(partial(cls._open, run_dir, declared, deadline_ms, on_stale), wait_s)
 

@@ -156,6 +156,11 @@ class Config(Table):
     _places: Places = PrivateAttr(default_factory=Places)
 
     @property
+    def has_canonical_storage(self) -> bool:
+        """Whether storage holds blocks in their canonical layout, where their engines declare one."""
+        return self.storage is not None and self.storage.layout == "canonical"
+
+    @property
     def places(self) -> Places:
         """Where its values come from, for messages about them."""
         return self._places

@@ -238,6 +238,11 @@ class StorageConfig(Table):
         description="A call of the backend that takes longer has failed. After six times as long, the storage"
         " process is killed and restarted.",
     )
+    layout: Literal["engine", "canonical"] = Field(
+        default="engine",
+        description="How blocks of engines in offload mode are stored: as the engine has them, for engines with as many"
+        " shards only, or rearranged, so that engines of the same model with any number of shards read them.",
+    )
     key_file: Annotated[Path | None, BeforeValidator(_path), AfterValidator(_beside_file)] = Field(
         default=None,
         description="Encrypts all stored blocks and their names with the key in this file: 32 bytes, or 64"

@@ -64,6 +64,7 @@ class NamespaceSpec:
         root: 32 bytes; engines that give the same share their prefixes.
         label: what people call it.
         host_slots_per_slab: its blocks, with all their shards, in a slab of the host pool.
+        canonical_root: 32 bytes that all namespaces have whose blocks are the same in storage; empty = no other's are.
     """
 
     root: bytes
@@ -71,6 +72,12 @@ class NamespaceSpec:
     block_size: int
     shards: int
     host_slots_per_slab: int
+    canonical_root: bytes = b""
+
+    @property
+    def storage_root(self) -> bytes:
+        """Under which root storage has its blocks. Namespaces of one storage root have the same generation."""
+        return self.canonical_root or self.root
 
 
 @dataclass(slots=True, eq=False)
@@ -163,17 +170,30 @@ class Namespaces:
         self.drop_retired()
 
     def clear(self, namespace: Namespace) -> int:
-        """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is."""
+        """Begin a new generation: nothing stored before is matched again. Returns how many blocks that is.
+
+        Namespaces of the same storage root are cleared with it: what they have in storage is the same blocks.
+        """
+        storage_root = namespace.spec.storage_root
+        generation = self._generations.renew(storage_root)
+        blocks = sum(self._begin(each, generation) for each in self.of_storage(storage_root))
+        self._trees.counters["cleared_blocks"] += blocks
+        self.drop_retired()
+        self.version += 1
+        return blocks
+
+    def of_storage(self, storage_root: bytes) -> list[Namespace]:
+        """The namespaces whose blocks are the same in storage."""
+        return [each for each in self.by_root.values() if each.spec.storage_root == storage_root]
+
+    def _begin(self, namespace: Namespace, generation: int) -> int:
+        """Give a namespace an empty tree, of another generation. Returns how many blocks the one before held."""
         self._let_go(namespace.tree)
         blocks = namespace.host.counts[SlotState.CACHED]
         self._trees.listener.cleared(namespace.spec.root, namespace.generation)
         self._retire(namespace.tree)
-        namespace.generation = self._generations.renew(namespace.spec.root)
-        policy = namespace.tree.write_policy
-        namespace.host, namespace.tree = self._trees.of_host(namespace.spec, policy, namespace.generation)
-        self._trees.counters["cleared_blocks"] += blocks
-        self.drop_retired()
-        self.version += 1
+        policy, namespace.generation = namespace.tree.write_policy, generation
+        namespace.host, namespace.tree = self._trees.of_host(namespace.spec, policy, generation)
         return blocks
 
     def _let_go(self, tree: PrefixTree) -> None:
@@ -199,14 +219,14 @@ class Namespaces:
             if not idle:
                 raise Refusal(Why.NAMESPACES_FULL, namespaces=len(self.by_root))
             self._forget(idle[0])
-        generation = self._generations.of(spec.root)
+        generation = self._generations.of(spec.storage_root)
         host, tree = self._trees.of_host(spec, self.write_policy, generation)
         self.version += 1
         return Namespace(spec, host, tree, generation)
 
     def restore(self, spec: NamespaceSpec, write_policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> Namespace:
         """A namespace from before a restart, at the generation that it had, without slabs; it may be above `most`."""
-        generation = self._generations.of(spec.root)
+        generation = self._generations.of(spec.storage_root)
         host, tree = self._trees.of_host(spec, write_policy, generation)
         namespace = self.by_root[spec.root] = Namespace(spec, host, tree, generation)
         return namespace

@@ -69,19 +69,26 @@ def first_of(epoch: int, chance: int) -> int:
     return (epoch & _EPOCH_MASK) << RANDOM_BITS | chance
 
 
-def editions_of(record: Record | None, ledger: Ledger | None) -> dict[bytes, Edition]:
-    """The recorded editions of namespaces, by root.
+def editions_of(record: Record | None, ledger: Ledger | None, *, canonical: bool = False) -> dict[bytes, Edition]:
+    """The recorded editions of namespaces, by the root that they have in storage.
 
-    A clear may have reached only one of the two files. If they differ, the later edition holds: the larger number.
+    A clear may have reached only one of the two files. If they differ, the later edition holds: the larger number. So
+    it does for namespaces that now share a root in storage, and did not before.
+
+    Args:
+        record: what is written down beside storage.
+        ledger: that of the daemon before.
+        canonical: storage holds blocks in their canonical layout, where there is one.
     """
     found: dict[bytes, Edition] = {}
     for each in () if record is None else record.editions:
         found[bytes.fromhex(each.namespace)] = Edition(each.generation, each.weights_version)
     if ledger is not None:
-        told = {bytes.fromhex(each.root): Edition(each.generation) for each in ledger.namespaces}
+        told = [(each.spec(canonical=canonical).storage_root, Edition(each.generation)) for each in ledger.namespaces]
         for replica in ledger.replicas:
-            told[bytes.fromhex(replica.namespace)] = Edition(replica.generation, replica.weights_version)
-        for root, edition in told.items():
+            edition = Edition(replica.generation, replica.weights_version)
+            told.append((bytes.fromhex(replica.namespace), edition))
+        for root, edition in told:
             if root not in found or found[root].generation < edition.generation:
                 found[root] = edition
     return found

@@ -19,8 +19,10 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from kvcached.core.namespaces import NamespaceSpec
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.process.identity import ProcessIdentity
+from kvcached_client.blocks.host_layout import CanonicalLayout
 from kvcached_client.failpoints import failpoint
 from kvcached_client.types import WritePolicy
 
@@ -66,7 +68,7 @@ class HostPoolRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError(f"a slab is allocated twice, or is not one of {self.slabs}")
 
 
-class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A namespace that engines in offload mode have declared.
 
     Attributes:
@@ -74,6 +76,8 @@ class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         fingerprint: the layout's, as in headers.
         block_bytes: size of a block on one shard.
         replicated: every shard holds the same bytes.
+        canonical, canonical_root: the layout in which storage may hold the blocks, and the root under which it then has
+            them; None and empty if the engines have declared none.
         write_policy, configured_policy: the present one, and that of the configuration then: one that was set holds as
             long as the configuration does not change.
     """
@@ -87,8 +91,21 @@ class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     slots_per_slab: Count
     generation: Count
     replicated: bool = False
+    canonical: CanonicalLayout | None = None
+    canonical_root: Hex = ""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+
+    def spec(self, *, canonical: bool) -> NamespaceSpec:
+        """The namespace as the core has it, if storage holds blocks in their canonical layout, or as they are."""
+        return NamespaceSpec(
+            bytes.fromhex(self.root),
+            self.label,
+            self.block_size,
+            self.shards,
+            self.slots_per_slab,
+            bytes.fromhex(self.canonical_root) if canonical else b"",
+        )
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

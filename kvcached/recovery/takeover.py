@@ -151,7 +151,12 @@ def ledger_file(run_dir: Path) -> LedgerFile:
 
 
 def take_over_timed(
-    inheritance: Inheritance, cache: Cache, replicas: Sequence[Replica], headers: HostHeaders | None
+    inheritance: Inheritance,
+    cache: Cache,
+    replicas: Sequence[Replica],
+    headers: HostHeaders | None,
+    *,
+    canonical: bool,
 ) -> Takeover:
     """Run `take_over` and log its result. Garbage collection is off: it would double the time and find no garbage."""
     if inheritance.ledger is None:
@@ -159,7 +164,9 @@ def take_over_timed(
     start_ns = time.monotonic_ns()
     gc.disable()
     try:
-        taken = take_over(inheritance.ledger, cache, replicas, headers if inheritance.is_kept else None)
+        taken = take_over(
+            inheritance.ledger, cache, replicas, headers if inheritance.is_kept else None, canonical=canonical
+        )
     finally:
         gc.enable()
     _log.info(
@@ -199,7 +206,14 @@ class Takeover:
     sessions: list[FoundSession] = field(default_factory=list)
 
 
-def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers: HostHeaders | None) -> Takeover:
+def take_over(
+    ledger: Ledger,
+    cache: Cache,
+    replicas: Sequence[Replica],
+    headers: HostHeaders | None,
+    *,
+    canonical: bool = False,
+) -> Takeover:
     """Fill a new cache with the blocks and sessions that the daemon before has left.
 
     Args:
@@ -207,6 +221,7 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
         cache: a cache of the present configuration that has served no request.
         replicas: the configured replicas, with kept or new memory.
         headers: those of the host pool; None if it is not the pool that the ledger names.
+        canonical: storage holds blocks in their canonical layout, where there is one.
     """
     revival, taken = RestoredCache(cache), Takeover()
     sees = _sees_processes_of(ledger)
@@ -218,7 +233,7 @@ def take_over(ledger: Ledger, cache: Cache, replicas: Sequence[Replica], headers
     if headers is not None:
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
-            _take_namespaces(ledger, headers, revival, taken, living)
+            _take_namespaces(ledger, headers, revival, taken, living, canonical=canonical)
     _take_sleeping(ledger, cache)
     _take_devices(ledger, replicas, revival)
     kept = {replica.name for replica in replicas if replica.is_kept}
@@ -282,7 +297,13 @@ class _Owners(NamedTuple):
 
 
 def _take_namespaces(
-    ledger: Ledger, headers: HostHeaders, revival: RestoredCache, taken: Takeover, living: _Living
+    ledger: Ledger,
+    headers: HostHeaders,
+    revival: RestoredCache,
+    taken: Takeover,
+    living: _Living,
+    *,
+    canonical: bool,
 ) -> None:
     for number, record in enumerate(ledger.namespaces):
         if ledger.host is None or _geometry(ledger.host, record).slots_per_slab != record.slots_per_slab:
@@ -290,28 +311,39 @@ def _take_namespaces(
             _log.warning("namespace %(namespace)s (%(label)r) is dropped: its blocks have another layout now", fields)
             continue
         engines = {owner: peers for owner, (session, peers) in living.items() if session.place == record.root}
-        root = bytes.fromhex(record.root)
-        taken.shapes[root] = Shape(bytes.fromhex(record.fingerprint), record.block_bytes, replicated=record.replicated)
+        spec = record.spec(canonical=canonical)
+        root = spec.root
+        taken.shapes[root] = _shape(record)
         unknown = (0, number)
         owners = _Owners(engines, unknown, ledger.epoch)
-        claimants = _take_space(record, ledger.host, headers, revival, owners)
+        claimants = _take_space(record, spec, ledger.host, headers, revival, owners)
         if unknown in claimants:  # one of the living engines is writing, and the claim does not say which
             session_id = revival.offload_session(unknown, root)
             everybody = [member for peers in engines.values() for member in peers]
             taken.sessions.append(FoundSession(session_id, unknown, b"", b"", everybody))
 
 
+def _shape(record: NamespaceRecord) -> Shape:
+    return Shape(
+        bytes.fromhex(record.fingerprint),
+        record.block_bytes,
+        record.replicated,
+        record.canonical,
+        bytes.fromhex(record.canonical_root),
+    )
+
+
 def _take_space(
     record: NamespaceRecord,
+    spec: NamespaceSpec,
     host: HostPoolRecord,
     headers: HostHeaders,
     revival: RestoredCache,
     owners: _Owners,
 ) -> Collection[Owner]:
     """Take over the host copies of an offload namespace; returns which sessions may still write."""
-    root = bytes.fromhex(record.root)
-    spec = NamespaceSpec(root, record.label, record.block_size, record.shards, record.slots_per_slab)
-    kind = HeaderKind(root[:NAMESPACE_BYTES], bytes.fromhex(record.fingerprint), revival.generation(root))
+    generation = revival.generation(spec.storage_root)
+    kind = HeaderKind(spec.root[:NAMESPACE_BYTES], bytes.fromhex(record.fingerprint), generation)
     slabs = list(host.allocated.get(record.root, ()))
     found = scan(headers.table, _geometry(host, record), kind, slabs)
     claims = _claims(found.claims, owners)

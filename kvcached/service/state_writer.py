@@ -152,6 +152,8 @@ class StateWriter:
                 shards=space.spec.shards,
                 block_bytes=shape.block_bytes,
                 replicated=shape.replicated,
+                canonical=shape.canonical,
+                canonical_root=shape.canonical_root.hex(),
                 slots_per_slab=space.spec.host_slots_per_slab,
                 generation=space.generation,
                 write_policy=space.tree.write_policy,

@@ -141,16 +141,20 @@ class StorageVerbs:
                     generation=0,
                     geometry=replica.host_geometry,
                 )
-        shape = self._offload_admission.shapes.get(namespace)
-        if shape is None or namespace not in self._cache.offload.namespaces.by_root:
+        shape, known = (
+            self._offload_admission.shapes.get(namespace),
+            self._cache.offload.namespaces.by_root.get(namespace),
+        )
+        if shape is None or known is None:
             return None
         return BlockFormat(
-            namespace=namespace[:NAMESPACE_BYTES],
+            namespace=known.spec.storage_root[:NAMESPACE_BYTES],
             header_namespace=namespace[:NAMESPACE_BYTES],
             header_generation=generation,
             fingerprint=shape.fingerprint,
             generation=generation,
             geometry=self._offload_admission.geometry(namespace),
+            canonical=shape.canonical if known.spec.canonical_root else None,
         )
 
     def health(self) -> list[wire.HealthPart]:

@@ -3,19 +3,24 @@
 Blocks go from the host pool to the backend and back without an intermediate copy. A block is written to storage with
 the checksums of its store in the host pool. A fetched block gets its header in the host pool only if its bytes match
 these checksums, so the same checksums cover a block from the engine's store to the last load.
+
+In a canonical layout, a block is rearranged in memory of this process. It then has other checksums there: they are
+taken of bytes that came from bytes whose checksums were compared, in both directions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from kvcached.core.messages import Span
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.storage import frame
 from kvcached.storage.backend import STORED_KEY_BYTES, Block, Outcome, Result, Storage
+from kvcached.storage.canonical import Rearrangement
 from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind
 from kvcached.storage.messages import Backup, BlockFormat, Done, Fetch, Forget, Ping, Query, Request
 from kvcached_client.blocks import header as host_header
@@ -26,12 +31,28 @@ from kvcached_client.types import KEY_SIZE_BYTES
 T = TypeVar("T")
 
 
+#: Blocks that are rearranged are at most so many bytes at a time, or one.
+STAGED_BYTES_MAX: Final = 32 << 20
+
+
 class _Slot(NamedTuple):
     """A block's name, and its place in the host pool on each shard."""
 
     name: BlockName
     headers: list[memoryview]
     parts: list[memoryview]
+
+
+class _Staged(NamedTuple):
+    """A block on its way: its frame, and its bytes as storage has them, which are in the host pool or beside it."""
+
+    slot: _Slot
+    frame: memoryview
+    parts: Sequence[memoryview]
+
+    def block(self, kind: StoredKind) -> Block:
+        """What the backend gets."""
+        return Block(kind.prefix() + self.slot.name.key, (self.frame, *self.parts))
 
 
 class HostCopies:
@@ -87,29 +108,24 @@ class HostCopies:
         kind, stored = request.format, request.format.stored()
         headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
         good = wrong = 0
-        for some in _batches(list(self._slots(kind, request.span)), self._backend.capabilities.batch_blocks):
+        for some in _batches(list(self._slots(kind, request.span)), self._at_once(kind)):
             for slot in some:
                 for header in slot.headers:
                     header[:] = bytes(HEADER_BYTES)  # also over a claim: no other process writes here
-            frames = _frames(len(some))
-            blocks = [_block(stored, slot, page) for slot, page in zip(some, frames, strict=True)]
-            results = self._backend.get(blocks, timeout_s=self._timeout_s)
-            for slot, page, result in zip(some, frames, results, strict=True):
-                failure = result.outcome is Outcome.FAILED
-                block = self._proven(stored, slot, page) if result.outcome is Outcome.DONE else None
-                if block is None or not _is_next(block, slot.name):
+            staged = _staged(kind, some)
+            results = self._backend.get([each.block(stored) for each in staged], timeout_s=self._timeout_s)
+            for each, result in zip(staged, results, strict=True):
+                slot, failure = each.slot, result.outcome is Outcome.FAILED
+                sums = _arrived(kind, stored, each) if result.outcome is Outcome.DONE else None
+                if sums is None:
                     wrong += result.outcome is Outcome.DONE
                     self._drop_wrong(stored, slot, result)
                     return _done(request.sequence, good, result if failure else None, wrong=wrong)
-                for header, checksum in zip(slot.headers, block.checksums, strict=True):
+                for header, checksum in zip(slot.headers, sums, strict=True):
                     packed = host_header.pack(headers, slot.name, checksum, request.epoch, request.transfer)
                     host_header.write(header, packed)
                 good += 1
         return Done(sequence=request.sequence, count=good)
-
-    def _proven(self, kind: StoredKind, slot: _Slot, page: memoryview) -> StoredBlock | None:
-        block = frame.unpack(bytes(page), kind, slot.name.key)
-        return block if block is not None and frame.is_sound(block, slot.parts) else None
 
     def _drop_wrong(self, kind: StoredKind, slot: _Slot, result: Result) -> None:
         if result.outcome is Outcome.DONE and self._backend.capabilities.deletes:
@@ -121,7 +137,7 @@ class HostCopies:
         stored = request.format.stored()
         slots = [slot for span in request.spans for slot in self._slots(request.format, span)]
         done = written = 0
-        for some in _batches(slots, self._backend.capabilities.batch_blocks):
+        for some in _batches(slots, self._at_once(request.format)):
             keys = [stored.prefix() + slot.name.key for slot in some]
             there = self._backend.exists(keys, timeout_s=self._timeout_s)
             missing = [slot for slot, is_there in zip(some, there, strict=True) if not is_there]
@@ -138,21 +154,29 @@ class HostCopies:
         if not slots:
             return None
         headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
-        whole: list[_Slot] = []
-        blocks: list[Block] = []
-        for slot, page in zip(slots, _frames(len(slots)), strict=True):
-            sums = [host_header.stored_checksum(header, headers, slot.name) for header in slot.headers]
-            known = tuple(each for each in sums if each is not None)
-            if len(known) < len(sums):  # the slot does not hold that block: a bit has changed; a load finds that, too
+        whole: list[_Staged] = []
+        for each in _staged(kind, slots):
+            sums = _leaving(kind, headers, each)
+            if sums is None:  # the slot does not hold that block: a bit has changed; a load finds that, too
                 continue
-            page[:] = frame.pack(stored, StoredBlock(slot.name.key, slot.name.parent, slot.name.depth, known))
-            whole.append(slot)
-            blocks.append(_block(stored, slot, page))
+            name = each.slot.name
+            each.frame[:] = frame.pack(stored, StoredBlock(name.key, name.parent, name.depth, sums))
+            whole.append(each)
+        blocks = [each.block(stored) for each in whole]
         results = self._backend.put(blocks, timeout_s=self._timeout_s) if blocks else []
         failed = [
-            (slot, result) for slot, result in zip(whole, results, strict=True) if result.outcome is not Outcome.DONE
+            (each.slot, result)
+            for each, result in zip(whole, results, strict=True)
+            if result.outcome is not Outcome.DONE
         ]
         return failed[0] if failed else None
+
+    def _at_once(self, kind: BlockFormat) -> int:
+        """How many blocks one call of the backend is about."""
+        most = self._backend.capabilities.batch_blocks
+        if kind.canonical is None:
+            return most
+        return max(min(most, STAGED_BYTES_MAX // (kind.geometry.parts * kind.geometry.block_bytes)), 1)
 
     def _slots(self, kind: BlockFormat, span: Span) -> Iterator[_Slot]:
         geometry, parent = kind.geometry, span.parent
@@ -168,10 +192,6 @@ class HostCopies:
             parent = key
 
 
-def _block(kind: StoredKind, slot: _Slot, page: memoryview) -> Block:
-    return Block(kind.prefix() + slot.name.key, (page, *slot.parts))
-
-
 def _is_next(block: StoredBlock, name: BlockName) -> bool:
     """Whether a block's depth and parent are those of the chain; the right key alone is not enough."""
     return (block.parent, block.depth) == (name.parent, name.depth)
@@ -183,12 +203,59 @@ def _done(sequence: int, count: int, failure: Result | None, *, written: int = 0
     return Done(sequence=sequence, count=count, written=written, wrong=wrong, failed=failed, error=error)
 
 
-def _frames(count: int) -> list[memoryview]:
-    """Page-aligned memory for so many frames."""
-    raw = np.zeros((count + 1) * FRAME_BYTES, np.uint8)
+def _staged(kind: BlockFormat, slots: Sequence[_Slot]) -> list[_Staged]:
+    """Frames for blocks, and memory for those that are rearranged."""
+    frames = _pages(len(slots), FRAME_BYTES)
+    if kind.canonical is None:
+        return [_Staged(slot, page, slot.parts) for slot, page in zip(slots, frames, strict=True)]
+    values = _pages(len(slots), kind.geometry.parts * kind.geometry.block_bytes)
+    return [_Staged(slot, page, (value,)) for slot, page, value in zip(slots, frames, values, strict=True)]
+
+
+def _pages(count: int, size_bytes: int) -> list[memoryview]:
+    """So many pieces of memory, each of which begins at a page."""
+    stride = -(-size_bytes // FRAME_BYTES) * FRAME_BYTES
+    raw = np.zeros(count * stride + FRAME_BYTES, np.uint8)
     start = -raw.ctypes.data % FRAME_BYTES
-    whole = raw.data[start : start + count * FRAME_BYTES]
-    return [whole[at * FRAME_BYTES : (at + 1) * FRAME_BYTES] for at in range(count)]
+    return [raw.data[at : at + size_bytes] for at in range(start, start + count * stride, stride)]
+
+
+def _rearrangement(kind: BlockFormat) -> Rearrangement:
+    if kind.canonical is None:
+        raise ValueError("these blocks are stored as they are")
+    return Rearrangement.of(kind.canonical, kind.geometry)
+
+
+def _leaving(kind: BlockFormat, headers: HeaderKind, staged: _Staged) -> tuple[bytes, ...] | None:
+    """Checksums of a block that goes to storage, as storage has it; None if its slot holds another, or wrong bytes."""
+    slot = staged.slot
+    told = [host_header.stored_checksum(header, headers, slot.name) for header in slot.headers]
+    sums = tuple(each for each in told if each is not None)
+    if len(sums) < len(told):
+        return None
+    if kind.canonical is None:
+        return sums
+    rearrangement, (value,) = _rearrangement(kind), staged.parts
+    rearrangement.to_canonical(slot.parts, value)
+    # After the copy: what was wrong when it was copied, or became wrong meanwhile, still is.
+    if sums != tuple(map(xxh3_128_digest, slot.parts)):
+        return None
+    return rearrangement.checksums(value)
+
+
+def _arrived(kind: BlockFormat, stored: StoredKind, staged: _Staged) -> tuple[bytes, ...] | None:
+    """Checksums of a block that has come to the host pool; None if it is another one, or its bytes are wrong."""
+    name = staged.slot.name
+    block = frame.unpack(bytes(staged.frame), stored, name.key)
+    if block is None or not _is_next(block, name):
+        return None
+    if kind.canonical is None:
+        return block.checksums if frame.is_sound(block, staged.parts) else None
+    rearrangement, (value,) = _rearrangement(kind), staged.parts
+    if not frame.is_sound(block, rearrangement.split(value)):
+        return None
+    rearrangement.to_host(value, staged.slot.parts)
+    return tuple(map(xxh3_128_digest, staged.slot.parts))
 
 
 def _split(keys: bytes) -> list[bytes]:

@@ -19,7 +19,7 @@ import msgspec
 from kvcached.core.messages import Span
 from kvcached.core.slots.ranges import decode_ranges, encode_ranges
 from kvcached.storage.frame import StoredKind
-from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry
 
 #: A question has at most 1024 keys of 16 bytes; everything else is smaller.
 MESSAGE_SIZE_BYTES_MAX: Final = 64 * 1024
@@ -56,6 +56,7 @@ class BlockFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         fingerprint: of the layout.
         generation: of the namespace.
         geometry: of the host pool.
+        canonical: the layout in which storage has them; None = as they are.
     """
 
     namespace: _Name
@@ -64,11 +65,15 @@ class BlockFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     fingerprint: _Name
     generation: _Count
     geometry: HostGeometry
+    canonical: CanonicalLayout | None = None
 
     def stored(self) -> StoredKind:
         """The same as storage tells it."""
-        geometry = self.geometry
-        return StoredKind(self.namespace, self.fingerprint, self.generation, geometry.parts, geometry.block_bytes)
+        geometry, canonical = self.geometry, self.canonical
+        if canonical is None:
+            return StoredKind(self.namespace, self.fingerprint, self.generation, geometry.parts, geometry.block_bytes)
+        part_bytes = geometry.parts * geometry.block_bytes // canonical.parts
+        return StoredKind(self.namespace, canonical.fingerprint, self.generation, canonical.parts, part_bytes)
 
 
 class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="query"):

@@ -157,6 +157,32 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return divmod(slot, self.slots_per_slab)
 
 
+#: Most parts of a block in storage: so many checksums has the frame before it.
+CANONICAL_PARTS_MAX: Final = 64
+
+
+class CanonicalLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How storage may hold an engine's blocks so that an engine with another number of shards can read them.
+
+    On a shard, a block's bytes are ``[runs, parts of the shard, bytes]``: runs of bytes, in each of which the shard's
+    parts follow one another. In storage they are ``[parts, runs, bytes]``: the parts of all shards in their order, so
+    that each shard's are together, however many shards there are. A part is a KV head, or some neighbouring heads.
+
+    Attributes:
+        fingerprint: 16 bytes that two engines share only if the bytes of a part mean the same to both.
+        parts: parts of a block on all shards together.
+        runs: runs of bytes in a block.
+    """
+
+    fingerprint: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    parts: Annotated[int, msgspec.Meta(ge=1, le=CANONICAL_PARTS_MAX)]
+    runs: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+
+    def divides(self, block_bytes: int, host_parts: int) -> bool:
+        """Whether blocks of this size on each of so many host parts can be cut so."""
+        return self.parts % host_parts == 0 and block_bytes % (self.runs * (self.parts // host_parts)) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadLayout:
     """The shape of an engine's blocks, as far as the daemon must know it.
@@ -167,6 +193,8 @@ class OffloadLayout:
         block_bytes: bytes of one block on one shard, all layers.
         fingerprint: 16 bytes that two engines share only if the bytes of a block mean the same to both.
         replicated: every shard holds the same bytes (latent attention), so the daemon keeps them only once.
+        canonical: how storage may hold the blocks so that engines with another number of shards read them; None = only
+            engines with this layout can.
     """
 
     block_size: int
@@ -174,3 +202,4 @@ class OffloadLayout:
     block_bytes: int
     fingerprint: bytes
     replicated: bool = False
+    canonical: CanonicalLayout | None = None

@@ -38,6 +38,26 @@ _PAIR: Final = 2
 _Description = tuple[int, str, list[int], list[int], str]
 
 
+class PageTensor(NamedTuple):
+    """How a tensor lies in a page of a block.
+
+    Attributes:
+        layer: index of the pages.
+        name: the tensor's.
+        offset_bytes: where it begins in the page.
+        shape, strides: of its part in a page, strides in elements.
+        element_bytes, dtype: of its elements.
+    """
+
+    layer: int
+    name: str
+    offset_bytes: int
+    shape: list[int]
+    strides: list[int]
+    element_bytes: int
+    dtype: str
+
+
 class Device(Protocol):
     """The part of a tensor's device that is used."""
 
@@ -162,6 +182,7 @@ class EnginePages:
             kind of memory.
         owners: objects that keep the memory alive as long as this object lives.
         is_on_cuda: whether the tensors are memory of a CUDA device.
+        tensors: how they lie in the pages; K and V are two if they are apart. Empty if the pages are of no tensors.
     """
 
     layers: tuple[LayerPages, ...]
@@ -169,6 +190,7 @@ class EnginePages:
     fingerprint: bytes
     owners: tuple[object, ...]
     is_on_cuda: bool = False
+    tensors: tuple[PageTensor, ...] = ()
 
     def __repr__(self) -> str:
         place = "on a CUDA device" if self.is_on_cuda else "on the CPU"
@@ -193,12 +215,15 @@ class EnginePages:
         whole = _without_contained([pages for _, _, pages, _, _ in parts])
         places: dict[LayerPages, int] = {}
         described: list[_Description] = []
+        lying: list[PageTensor] = []
         numbers, kinds = set(), {view.device for view in views.values()}
         for name, part, pages, shape, strides in parts:
             of_page = whole[pages]
             offset = pages.address - of_page.address
             name_at = f"{name} at {offset}" if offset else name
-            described.append((places.setdefault(of_page, len(places)), name_at, shape, strides, part.dtype))
+            place = places.setdefault(of_page, len(places))
+            described.append((place, name_at, shape, strides, part.dtype))
+            lying.append(PageTensor(place, name, offset, shape, part.strides[1:], part.element_bytes, part.dtype))
             numbers.add(part.shape[0])
         if len(numbers) > 1:
             raise _unusable(
@@ -207,7 +232,8 @@ class EnginePages:
         if len(kinds) > 1:
             raise _unusable("some are on the CPU, others on a CUDA device", "register the tensors of one device")
         digest = hashlib.blake2b(msgspec.json.encode(described), digest_size=16, person=b"kvcached pages 1")
-        return cls(tuple(places), numbers.pop(), digest.digest(), tuple(tensors.values()), "cuda" in kinds)
+        owners = tuple(tensors.values())
+        return cls(tuple(places), numbers.pop(), digest.digest(), owners, "cuda" in kinds, tuple(lying))
 
     @cached_property
     def device(self) -> EngineDevice:

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvcached_client.blocks.host_layout import host_parts
+from kvcached_client.blocks.host_layout import CanonicalLayout, host_parts
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol.fields import (
     BLOCKS_PER_MESSAGE_MAX,
@@ -45,6 +45,8 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 #: Of the digest that makes a namespace's root.
 _PERSON: Final = b"kvcached attach1"
+#: Of the digest that makes a canonical root.
+_PERSON_CANONICAL: Final = b"kvcached canon 1"
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -65,13 +67,23 @@ class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
     fingerprint: Fingerprint  #: of the order of bytes in a block
     replicated: bool = False  #: every shard holds the same bytes, so the host pool stores them once
     read_only: bool = False  #: only load: store nothing, and map the host pool to read it
+    canonical: CanonicalLayout | None = None  #: how storage may hold the blocks for engines with other shards
 
     @property
     def root(self) -> bytes:
         """Root of the namespace that it declares: other sizes or another order of bytes make another one."""
         return offload_root(
-            self.keyspace, self.fingerprint, self.block_size, self.shards, self.block_bytes, replicated=self.replicated
-        )
+            self.keyspace, self.fingerprint, self.block_size, self.shards, self.block_bytes,
+            replicated=self.replicated, canonical=self.canonical,
+        )  # fmt: skip
+
+    @property
+    def canonical_root(self) -> bytes:
+        """Root that it shares in storage with engines that have another number of shards; empty if it cannot."""
+        if self.canonical is None:
+            return b""
+        block_bytes = host_parts(self.shards, replicated=self.replicated) * self.block_bytes
+        return canonical_root(self.keyspace, self.canonical, self.block_size, block_bytes)
 
 
 class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
@@ -226,8 +238,23 @@ class Cleared(Header, frozen=True, kw_only=True, tag="cleared"):
 
 
 def offload_root(
-    keyspace: bytes, fingerprint: bytes, block_size: int, shards: int, block_bytes: int, *, replicated: bool
+    keyspace: bytes,
+    fingerprint: bytes,
+    block_size: int,
+    shards: int,
+    block_bytes: int,
+    *,
+    replicated: bool,
+    canonical: CanonicalLayout | None,
 ) -> bytes:
     """Root of the namespace of engines in offload mode that declare these values."""
-    shape = f"{block_size} {shards} {block_bytes} {host_parts(shards, replicated=replicated)}".encode()
-    return hashlib.blake2b(keyspace + fingerprint + shape, digest_size=32, person=_PERSON).digest()
+    parts = host_parts(shards, replicated=replicated)
+    shape = f"{block_size} {shards} {block_bytes} {parts}".encode()
+    stored = b"" if canonical is None else canonical_root(keyspace, canonical, block_size, parts * block_bytes)
+    return hashlib.blake2b(keyspace + fingerprint + shape + stored, digest_size=32, person=_PERSON).digest()
+
+
+def canonical_root(keyspace: bytes, layout: CanonicalLayout, block_size: int, block_bytes: int) -> bytes:
+    """Root under which storage has the blocks of engines with any number of shards; `block_bytes` is of all parts."""
+    shape = f"{block_size} {layout.parts} {layout.runs} {block_bytes}".encode()
+    return hashlib.blake2b(keyspace + layout.fingerprint + shape, digest_size=32, person=_PERSON_CANONICAL).digest()

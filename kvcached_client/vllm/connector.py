@@ -36,7 +36,7 @@ from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.device_memory import RankMemory, own_device, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
-from kvcached_client.vllm.groups import check_groups, described, keeps_all_blocks, tensors_of
+from kvcached_client.vllm.groups import canonical_of, check_groups, described, keeps_all_blocks, tensors_of
 from kvcached_client.vllm.identity import EngineDescription
 from kvcached_client.vllm.messages import KvcachedOrders, KvcachedPages, KvcachedReport
 from kvcached_client.vllm.metrics import (
@@ -182,7 +182,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         page_bytes = tuple(layer.page_bytes for layer in pages.layers)
         addresses = [layer.address for layer in pages.layers]
         pool_id = b"" if self._memory is None else self._memory.pool_id(addresses)
-        return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint, pool_id)
+        canonical = canonical_of(pages, self._vllm_config, self._kv_cache_config)
+        return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint, pool_id, canonical)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Accept the orders of a step, before vLLM launches its kernels."""

@@ -140,6 +140,7 @@ class DeviceTable:
             layout.shards,
             layout.block_bytes,
             replicated=layout.replicated,
+            canonical=layout.canonical,
         )
         digest = hashlib.blake2b(root + self._engine.version.encode(), digest_size=32, person=_PERSON).digest()
         return digest, root

@@ -13,9 +13,16 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from kvcached_client.blocks.canonical import canonical_layout
+from kvcached_client.blocks.host_layout import CanonicalLayout
+from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, kv_heads
+
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
 
+#: Whatever the order in memory, vLLM's tensor of a layer is [blocks, heads, tokens, content].
+_HEAD_DIMENSION: Final = -3
 #: Kinds of layers of several groups. Others keep other blocks than vLLM's lists say.
 _KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 #: How vLLM keeps states of which requests may continue.
@@ -57,6 +64,17 @@ def check_groups(specs: Sequence[VllmObject]) -> None:
     }
     if found := [reason for reason, is_so in reasons.items() if is_so]:
         raise ValueError("KvcachedHybridConnector cannot be used here:" + "".join(f"\n- {reason}" for reason in found))
+
+
+def canonical_of(pages: EnginePages, config: VllmConfig, cache: KvCacheConfig) -> CanonicalLayout | None:
+    """The layout in which storage may hold blocks for any number of ranks; None if their bytes are not of heads alone.
+
+    Several groups share pages, in which a group's layers lie otherwise than another's.
+    """
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if len(specs) > 1 or any(is_of_states(spec) for spec in specs):
+        return None
+    return canonical_layout(pages, kv_heads(config), _HEAD_DIMENSION)
 
 
 def tensors_of(kv_caches: Mapping[str, VllmObject]) -> dict[str, VllmObject]:

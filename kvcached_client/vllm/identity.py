@@ -88,7 +88,6 @@ class EngineDescription:
                 cache.kv_cache_layout,
             ],
             "device": config.device_config.device_type,
-            "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "hashing": [hashing, _root_of(hashing, seed), None if hashing.endswith("_cbor") else sys.version_info[:2]],
             "vllm": minor_version(vllm_version),
             "weights_version": weights_version,

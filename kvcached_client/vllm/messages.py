@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvcached_client.blocks.host_layout import CanonicalLayout
 from kvcached_client.vllm.orders import StepOrders, StoreId
 
 
@@ -24,6 +25,7 @@ class KvcachedPages(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         page_bytes: bytes of one block, by layer.
         fingerprint: fingerprint of the order of bytes in a block.
         pool_id: the engine pool that the tensors are in; empty if they are in memory of the worker.
+        canonical: the layout in which storage may hold the blocks; None if they have none.
     """
 
     blocks: int
@@ -31,6 +33,7 @@ class KvcachedPages(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     page_bytes: tuple[int, ...]
     fingerprint: bytes
     pool_id: bytes = b""
+    canonical: CanonicalLayout | None = None
 
 
 @dataclass

@@ -206,9 +206,14 @@ def check_device_memory(config: VllmConfig, *, keeps_all_blocks: bool) -> None:
         )
 
 
-def is_replicated(config: VllmConfig) -> bool:
-    """Whether every rank computes the same K and V, in a supported configuration: vLLM repeats a single head."""
+def kv_heads(config: VllmConfig) -> int:
+    """KV heads of the model, on all ranks together."""
     model = config.model_config
     heads: int = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return heads
+
+
+def is_replicated(config: VllmConfig) -> bool:
+    """Whether every rank computes the same K and V, in a supported configuration: vLLM repeats a single head."""
     ranks: int = config.parallel_config.tensor_parallel_size
-    return heads == 1 < ranks
+    return kv_heads(config) == 1 < ranks

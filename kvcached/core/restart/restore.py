@@ -106,9 +106,9 @@ class RestoredCache:
         """
         self._fill(self._cache.offload.namespaces.restore(spec, write_policy).tree, slabs, found, claims)
 
-    def generation(self, root: bytes) -> int:
-        """In which generation the namespace of a root is: what was stored in another one is left behind."""
-        return self._cache.generations.of(root)
+    def generation(self, storage_root: bytes) -> int:
+        """In which generation namespaces of a storage root are: what was stored in another one is left behind."""
+        return self._cache.generations.of(storage_root)
 
     def offload_session(self, owner: Owner, root: bytes) -> SessionId:
         """A session in a namespace that is there again, whose processes may live: expired, with what it had claimed."""

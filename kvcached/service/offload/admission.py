@@ -17,7 +17,7 @@ from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.session import OffloadSession
 from kvcached.service.admission import check_shard, joining, presented
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
-from kvcached_client.blocks.host_layout import HostGeometry, host_parts, slots_per_slab
+from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry, host_parts, slots_per_slab
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost
@@ -35,6 +35,7 @@ class HostShare:
         descriptor: its sealed memory, which stays the daemon's.
         read_only_descriptor: the same memory for who may only read it.
         verify: which loaded blocks are to be compared with their checksums.
+        has_canonical_storage: storage holds blocks in their canonical layout, where their engines declare one.
     """
 
     descriptor: int
@@ -42,6 +43,7 @@ class HostShare:
     slabs: int
     slab_bytes: int
     verify: Verify
+    has_canonical_storage: bool = False
 
 
 class Shape(NamedTuple):
@@ -51,11 +53,15 @@ class Shape(NamedTuple):
         fingerprint: of the order of bytes in a block, 16 bytes.
         block_bytes: of one block on one shard.
         replicated: every shard holds the same bytes.
+        canonical: the layout in which storage may hold the blocks; None = as they are.
+        canonical_root: root under which storage then has them; empty without.
     """
 
     fingerprint: bytes
     block_bytes: int
     replicated: bool
+    canonical: CanonicalLayout | None = None
+    canonical_root: bytes = b""
 
 
 class OffloadAdmission:
@@ -89,11 +95,11 @@ class OffloadAdmission:
         self._groups.check_free(connection)
         earlier = [group for group in self._groups.of_instance(request.instance) if _same(group.scheduler, peer)]
         spec = _space(request, share)
-        peer.grants.check_namespace(request.label, *self._known_label(spec.root))
+        peer.grants.check_namespace(request.label, *self._known_labels(spec))
         self._check_namespaces(peer, spec.root)
         read_only = request.read_only or peer.grants.read_only
         session = self._cache.open_offload(spec, now_ms, read_only=read_only)
-        self._note_shape(spec.root, Shape(request.fingerprint, request.block_bytes, request.replicated))
+        self._note_shape(spec.root, _shape(request))
         self._hellos[session.id] = request
         group = self._groups.open(session.id, connection, peer)
         group.instance = request.instance
@@ -172,10 +178,9 @@ class OffloadAdmission:
             replicated=shape.replicated,
         )
 
-    def _known_label(self, root: bytes) -> list[str]:
-        """The label that an earlier engine has given a namespace, if any: who uses its blocks needs that one, too."""
-        known = self._cache.offload.namespaces.by_root.get(root)
-        return [] if known is None else [known.spec.label]
+    def _known_labels(self, spec: NamespaceSpec) -> list[str]:
+        """Labels that earlier engines have given the namespaces whose blocks one would use: it needs these, too."""
+        return [each.spec.label for each in self._cache.offload.namespaces.of_storage(spec.storage_root)]
 
     def _check_namespaces(self, peer: Peer, root: bytes) -> None:
         """Limit the namespaces of one process, and of one user other than the daemon's own, so that others find room.
@@ -242,7 +247,21 @@ def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
             f"the host pool has room for {per_slab * share.slabs} such blocks, {SLOTS_MAX} are possible",
             "use larger blocks, or a smaller host pool",
         )
-    return NamespaceSpec(request.root, request.label, request.block_size, request.shards, per_slab)
+    if request.canonical is not None and not request.canonical.divides(request.block_bytes, parts):
+        raise request_error(
+            ErrorCode.WRONG_LAYOUT,
+            f"{request.block_bytes} bytes on each of {parts} shards are not {request.canonical.parts} parts in "
+            f"{request.canonical.runs} runs of equal sizes",
+            "declare the canonical layout of these blocks, or none",
+        )
+    canonical_root = request.canonical_root if share.has_canonical_storage else b""
+    return NamespaceSpec(request.root, request.label, request.block_size, request.shards, per_slab, canonical_root)
+
+
+def _shape(request: wire.HelloOffload) -> Shape:
+    return Shape(
+        request.fingerprint, request.block_bytes, request.replicated, request.canonical, request.canonical_root
+    )
 
 
 def _scheduler_alone(group: EngineGroup) -> list[Peer]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import vllm
 
+from kvcached_client.blocks.host_layout import host_parts
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.transport.run_dir import default_run_dir
@@ -28,7 +29,7 @@ def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> Off
     shards = config.parallel_config.tensor_parallel_size
     if sorted(pages) != list(range(shards)):
         raise ValueError(f"of {shards} workers, ranks {sorted(pages)} have told of their KV tensors")
-    kinds = {(each.block_bytes, each.fingerprint) for each in pages.values()}
+    kinds = {(each.block_bytes, each.fingerprint, each.canonical) for each in pages.values()}
     if len(kinds) > 1:
         told = ", ".join(
             f"rank {rank}: {each.block_bytes} bytes, {each.fingerprint.hex()}" for rank, each in sorted(pages.items())
@@ -36,10 +37,10 @@ def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> Off
         raise ValueError(
             f"the workers' blocks differ ({told}): choose a tensor_parallel_size that divides the model's KV heads"
         )
-    block_bytes, fingerprint = kinds.pop()
-    return OffloadLayout(
-        config.cache_config.block_size, shards, block_bytes, fingerprint, replicated=is_replicated(config)
-    )
+    (block_bytes, fingerprint, canonical), replicated = kinds.pop(), is_replicated(config)
+    if canonical is not None and not canonical.divides(block_bytes, host_parts(shards, replicated=replicated)):
+        canonical = None  # ranks repeat heads
+    return OffloadLayout(config.cache_config.block_size, shards, block_bytes, fingerprint, replicated, canonical)
 
 
 def connect_as(
