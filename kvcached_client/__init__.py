@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from kvcached_client.aio.lease import AsyncLease
     from kvcached_client.batch import CallBatch
     from kvcached_client.blocks.block_table import slot_mapping
-    from kvcached_client.blocks.host_layout import OffloadLayout
+    from kvcached_client.blocks.canonical import canonical_layout
+    from kvcached_client.blocks.host_layout import CanonicalLayout, OffloadLayout
     from kvcached_client.blocks.jobs import BlockJob, JobSpan
     from kvcached_client.blocks.layout import KvGroup, Layout, layout_from_model_config
     from kvcached_client.blocks.memory_locks import lock_memory
@@ -62,7 +63,8 @@ _HOMES = {
     "aio.lease": ("AsyncLease",),
     "batch": ("CallBatch",),
     "blocks.block_table": ("slot_mapping",),
-    "blocks.host_layout": ("OffloadLayout",),
+    "blocks.canonical": ("canonical_layout",),
+    "blocks.host_layout": ("CanonicalLayout", "OffloadLayout"),
     "blocks.jobs": ("BlockJob", "JobSpan"),
     "blocks.layout": ("KvGroup", "Layout", "layout_from_model_config"),
     "blocks.memory_locks": ("lock_memory",),
@@ -112,6 +114,7 @@ __all__ = [
     "BatchedCall",
     "BlockJob",
     "CallBatch",
+    "CanonicalLayout",
     "CircuitOpen",
     "Client",
     "CopyProcess",
@@ -150,6 +153,7 @@ __all__ = [
     "SessionGrant",
     "Stale",
     "TransportError",
+    "canonical_layout",
     "default_run_dir",
     "layout_from_model_config",
     "lock_memory",

@@ -23,6 +23,7 @@ import msgspec
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.core.generations import Edition
+from kvcached.core.namespaces import NamespaceSpec
 from kvcached.recovery.state_file import Count, Hex, Ledger, NamespaceRecord, ReplicaRecord
 from kvcached_client.types import WritePolicy
 
@@ -69,6 +70,18 @@ def first_of(epoch: int, chance: int) -> int:
     return (epoch & _EPOCH_MASK) << RANDOM_BITS | chance
 
 
+def spec_of(record: NamespaceRecord, *, canonical: bool) -> NamespaceSpec:
+    """A recorded namespace as the core has it, if storage holds blocks in their canonical layout, or as they are."""
+    return NamespaceSpec(
+        bytes.fromhex(record.root),
+        record.label,
+        record.block_size,
+        record.shards,
+        record.slots_per_slab,
+        bytes.fromhex(record.canonical_root) if canonical else b"",
+    )
+
+
 def editions_of(record: Record | None, ledger: Ledger | None, *, canonical: bool = False) -> dict[bytes, Edition]:
     """The recorded editions of namespaces, by the root that they have in storage.
 
@@ -84,7 +97,9 @@ def editions_of(record: Record | None, ledger: Ledger | None, *, canonical: bool
     for each in () if record is None else record.editions:
         found[bytes.fromhex(each.namespace)] = Edition(each.generation, each.weights_version)
     if ledger is not None:
-        told = [(each.spec(canonical=canonical).storage_root, Edition(each.generation)) for each in ledger.namespaces]
+        told = [
+            (spec_of(each, canonical=canonical).storage_root, Edition(each.generation)) for each in ledger.namespaces
+        ]
         for replica in ledger.replicas:
             edition = Edition(replica.generation, replica.weights_version)
             told.append((bytes.fromhex(replica.namespace), edition))

@@ -19,7 +19,6 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from kvcached.core.namespaces import NamespaceSpec
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.process.identity import ProcessIdentity
 from kvcached_client.blocks.host_layout import CanonicalLayout
@@ -95,17 +94,6 @@ class NamespaceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     canonical_root: Hex = ""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
-
-    def spec(self, *, canonical: bool) -> NamespaceSpec:
-        """The namespace as the core has it, if storage holds blocks in their canonical layout, or as they are."""
-        return NamespaceSpec(
-            bytes.fromhex(self.root),
-            self.label,
-            self.block_size,
-            self.shards,
-            self.slots_per_slab,
-            bytes.fromhex(self.canonical_root) if canonical else b"",
-        )
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -32,7 +32,7 @@ from kvcached.process.peer import PeerProcess, UnseenProcess
 from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device, served_devices
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import remove, store, take_stored
-from kvcached.recovery.generations import recorded_policy
+from kvcached.recovery.generations import recorded_policy, spec_of
 from kvcached.recovery.scan import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan, scan_device
 from kvcached.recovery.state_file import (
     LEDGER_NAME,
@@ -164,9 +164,8 @@ def take_over_timed(
     start_ns = time.monotonic_ns()
     gc.disable()
     try:
-        taken = take_over(
-            inheritance.ledger, cache, replicas, headers if inheritance.is_kept else None, canonical=canonical
-        )
+        kept = headers if inheritance.is_kept else None
+        taken = take_over(inheritance.ledger, cache, replicas, kept, canonical=canonical)
     finally:
         gc.enable()
     _log.info(
@@ -311,9 +310,8 @@ def _take_namespaces(
             _log.warning("namespace %(namespace)s (%(label)r) is dropped: its blocks have another layout now", fields)
             continue
         engines = {owner: peers for owner, (session, peers) in living.items() if session.place == record.root}
-        spec = record.spec(canonical=canonical)
-        root = spec.root
-        taken.shapes[root] = _shape(record)
+        spec = spec_of(record, canonical=canonical)
+        taken.shapes[root := spec.root] = Shape.recorded(record)
         unknown = (0, number)
         owners = _Owners(engines, unknown, ledger.epoch)
         claimants = _take_space(record, spec, ledger.host, headers, revival, owners)
@@ -321,16 +319,6 @@ def _take_namespaces(
             session_id = revival.offload_session(unknown, root)
             everybody = [member for peers in engines.values() for member in peers]
             taken.sessions.append(FoundSession(session_id, unknown, b"", b"", everybody))
-
-
-def _shape(record: NamespaceRecord) -> Shape:
-    return Shape(
-        bytes.fromhex(record.fingerprint),
-        record.block_bytes,
-        record.replicated,
-        record.canonical,
-        bytes.fromhex(record.canonical_root),
-    )
 
 
 def _take_space(

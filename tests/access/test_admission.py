@@ -10,13 +10,14 @@ import pytest
 from kvcached.process.access import Role
 from kvcached.process.identity import ProcessIdentity
 from kvcached.service.sessions import FoundSession
+from kvcached_client.blocks.host_layout import CanonicalLayout
 from kvcached_client.errors import ErrorCode, Refused
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.types import SessionId, ShardIndex
 from tests.access.grants import grants_of
 from tests.service.office import HOST_MEMORY, ONE, TWO, FakePeer, Office
-from tests.service.offload_office import OTHER_INSTANCE, OffloadOffice
+from tests.service.offload_office import BLOCK_BYTES, OTHER_INSTANCE, OffloadOffice
 
 THREE = b"\0\0\0\0\3"
 ON_A = grants_of(Role.ENGINE, replicas=["a"], namespaces=[])
@@ -87,6 +88,23 @@ def test_namespace_of_others_is_not_used_under_an_own_label(office: OffloadOffic
     office.attach(FakePeer(1), label="secret")
 
     hello = office.hello_offload(FakePeer(2, grants=ON_TINY), instance=OTHER_INSTANCE)
+    refused = office.expect(wire.ErrorReply, hello, peer=TWO)
+    assert (refused.code, "not 'secret'" in refused.message) == (ErrorCode.FORBIDDEN, True)
+
+
+def test_blocks_of_others_in_storage_are_not_used_under_an_own_label() -> None:
+    """Nor may it declare another namespace whose blocks are the same in storage."""
+    office = OffloadOffice(has_canonical_storage=True)
+    canonical = CanonicalLayout(fingerprint=bytes(16), parts=2, runs=2)
+    office.attach(FakePeer(1), label="secret", canonical=canonical)
+
+    hello = office.hello_offload(
+        FakePeer(2, grants=ON_TINY),
+        instance=OTHER_INSTANCE,
+        shards=1,
+        block_bytes=2 * BLOCK_BYTES,
+        canonical=canonical,
+    )
     refused = office.expect(wire.ErrorReply, hello, peer=TWO)
     assert (refused.code, "not 'secret'" in refused.message) == (ErrorCode.FORBIDDEN, True)
 

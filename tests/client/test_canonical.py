@@ -98,6 +98,15 @@ def test_part_of_another_tensors_page_has_none() -> None:
     assert layout(whole, inside) is None
 
 
+def test_single_head_whose_place_is_unknown_has_none() -> None:
+    """A shard may give its only head any stride: if that is not the size of a head, its place is unknown."""
+    whole = heads_first(1)
+    odd = np.lib.stride_tricks.as_strided(whole, whole.shape, (whole.strides[0], 6, *whole.strides[2:]))
+
+    assert layout(whole) is not None
+    assert layout(odd) is None
+
+
 def test_tensors_on_the_same_pages_count_once() -> None:
     """A layer that uses another one's pages adds no runs."""
     shared = heads_first(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,52 @@ def test_forgotten_namespace_has_its_generation_when_it_is_declared_again(new_of
 
     assert again.acquire("ab").generation == generation
     assert cache.offload.clear(again.session)[0] > generation
+
+
+# --- namespaces whose blocks are the same in storage ------------------------------------------------------------------
+
+SAME = [replace(space(letter, shards=shards), canonical_root=b"s" * 32) for letter, shards in (("m", 2), ("n", 1))]
+
+
+def test_namespaces_of_one_storage_root_have_one_generation(new_offload: MakeOffload) -> None:
+    """The second one begins in the generation that the first one has, and not in one of its own."""
+    cache = new_offload(slabs=4)
+    one = OffloadEngine(cache, SAME[0])
+    generation, _ = cache.offload.clear(one.session)
+    two = OffloadEngine(cache, SAME[1])
+
+    assert two.acquire("ab").generation == generation
+    one.store("abcd")
+    assert (one.hit("abcd"), two.hit("abcd")) == (4, 0)  # in the host pool they share nothing
+
+
+def test_clear_of_one_clears_all_of_its_storage_root(new_offload: MakeOffload) -> None:
+    """Each of them is empty and in the new generation; the count is of all, and a stranger keeps its blocks."""
+    cache = new_offload(slabs=6, spaces=3)
+    one, two, stranger = OffloadEngine(cache, SAME[0]), OffloadEngine(cache, SAME[1]), OffloadEngine(cache, space("o"))
+    for engine in (one, two, stranger):
+        engine.store("abcd")
+
+    generation, blocks = cache.offload.clear(two.session)
+
+    assert blocks == 8
+    assert (one.hit("abcd"), two.hit("abcd"), stranger.hit("abcd")) == (0, 0, 4)
+    assert {one.acquire("ab").generation, two.acquire("ab").generation} == {generation}
+    assert stranger.acquire("ab").generation < generation
+    assert healthy(cache)
+
+
+def test_forgotten_namespace_of_a_storage_root_comes_back_in_its_generation(new_offload: MakeOffload) -> None:
+    """A namespace that was forgotten before another one's clear does not find what it had stored."""
+    cache = new_offload(spaces=1)
+    one = OffloadEngine(cache, SAME[0])
+    before = one.acquire("ab").generation
+    cache.handle(MembersDied(one.session))
+    two = OffloadEngine(cache, SAME[1])
+    generation, _ = cache.offload.clear(two.session)
+    cache.handle(MembersDied(two.session))
+
+    assert OffloadEngine(cache, SAME[0]).acquire("ab").generation == generation > before
 
 
 # --- slabs ----------------------------------------------------------------------------------------------------------

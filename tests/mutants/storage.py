@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvcached.core.namespaces import Namespaces
 from kvcached.process.in_flight import InFlight, OpenRequest
+from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.storage import cipher, executor, frame
+from kvcached.storage.canonical import Rearrangement
 from kvcached.storage.client import StorageLink
 from kvcached.storage.disk import directory
 from kvcached.storage.disk.catalog import DiskCatalog
@@ -18,7 +21,45 @@ from kvcached.storage.disk.slots import DiskSpace
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.forgets import Forgets
 from kvcached.storage.messages import Done
+from kvcached_client.blocks import canonical
 from tests.mutants.mutant import caught_by, rewrite
+
+_CANONICAL = "tests/storage/test_canonical.py::"
+
+
+@caught_by(_CANONICAL + "test_any_number_of_shards_gets_its_heads")
+def canonical_heads_of_another_shard(patch: pytest.MonkeyPatch) -> None:
+    """The heads of a block in storage go to the shards in another order."""
+    rewrite(patch, Rearrangement._views, "for ours in whole", "for ours in whole[::-1]")
+
+
+@caught_by(_CANONICAL + "test_changed_byte_in_the_host_pool_does_not_reach_storage")
+def canonical_bytes_sealed_unread(patch: pytest.MonkeyPatch) -> None:
+    """Bytes that changed in the host pool get a new checksum on their way to storage."""
+    rewrite(patch, executor._leaving, "sums != tuple(map(xxh3_128_digest, slot.parts))", "False")
+
+
+@caught_by("tests/client/test_canonical.py::test_single_head_whose_place_is_unknown_has_none")
+def canonical_place_of_a_single_head_guessed(patch: pytest.MonkeyPatch) -> None:
+    """The only head of a shard is taken to be where its stride says, which means nothing."""
+    rewrite(patch, canonical._order, "elements != stride", "False")
+
+
+@caught_by("tests/core/test_offload_spaces.py::test_clear_of_one_clears_all_of_its_storage_root")
+def clear_of_one_sharding_only(patch: pytest.MonkeyPatch) -> None:
+    """A clear leaves the blocks of engines with other numbers of shards, who then store them as of after it."""
+    rewrite(patch, Namespaces.clear, "for each in self.of_storage(storage_root)", "for each in [namespace]")
+
+
+@caught_by("tests/access/test_admission.py::test_blocks_of_others_in_storage_are_not_used_under_an_own_label")
+def labels_of_storage_not_asked_for(patch: pytest.MonkeyPatch) -> None:
+    """An engine reads another model's blocks in storage by declaring them with another number of shards."""
+    rewrite(
+        patch,
+        OffloadAdmission._known_labels,
+        "self._cache.offload.namespaces.of_storage(spec.storage_root)",
+        "[each for each in self._cache.offload.namespaces.by_root.values() if each.spec.root == spec.root]",
+    )
 
 
 @caught_by("tests/daemon/test_storage.py::test_cleared_blocks_do_not_come_back")

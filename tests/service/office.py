@@ -175,6 +175,7 @@ class Office:
         state_place: StatePlace | None = None,
         headers: Headers | None = None,
         known_blocks_min: int = wire.KNOWN_BLOCKS_MIN,
+        has_canonical_storage: bool = False,
     ) -> None:
         names = names or ("a",)
         self.workers = {name: FakeWorkers() for name in names}
@@ -217,7 +218,14 @@ class Office:
             heartbeat_interval_ms=100,
             answers_kept_per_session=16,
             known_blocks_min=known_blocks_min,
-            share=HostShare(HOST_MEMORY, READ_ONLY_HOST_MEMORY, host_slabs, SLAB_BYTES, verify=Verify.ALWAYS)
+            share=HostShare(
+                HOST_MEMORY,
+                READ_ONLY_HOST_MEMORY,
+                host_slabs,
+                SLAB_BYTES,
+                verify=Verify.ALWAYS,
+                has_canonical_storage=has_canonical_storage,
+            )
             if spaces
             else None,
             later=self.timers.later,

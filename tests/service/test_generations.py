@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import load_config
 from kvcached.core.generations import Edition
 from kvcached.recovery.generations import EditionRecord, Generation, Record, editions_of, first_of, generation_of
 from kvcached.recovery.state_file import Ledger, NamespaceRecord, ReplicaRecord, boot_id
+from kvcached_client.blocks.host_layout import CanonicalLayout
 
 CONFIG = """
 [[replica]]
@@ -130,6 +132,25 @@ def test_record_that_contradicts_itself_does_not_count(replica: ReplicaConfig) -
     odd = Generation(3, "step 9", replica.namespace(2, "step 9"))
 
     assert generation_of(replica, editions_of(None, ledger(odd)), FIRST) == generation(replica, FIRST)
+
+
+@pytest.mark.parametrize("canonical", [True, False])
+def test_namespaces_of_a_canonical_root_have_the_later_generation(*, canonical: bool) -> None:
+    """Where storage holds blocks in their canonical layout, namespaces that share them have the largest number."""
+    one, two, shared = b"1" * 32, b"2" * 32, b"c" * 32
+    layout = CanonicalLayout(fingerprint=bytes(16), parts=1, runs=1)
+    told = ledger(namespaces={one: 3, two: 5})
+    told = structs.replace(
+        told,
+        namespaces=tuple(
+            structs.replace(each, canonical=layout, canonical_root=shared.hex()) for each in told.namespaces
+        ),
+    )
+
+    found = editions_of(record({shared: Edition(4)}), told, canonical=canonical)
+
+    expected = {shared: 5} if canonical else {shared: 4, one: 3, two: 5}
+    assert {root: each.generation for root, each in found.items()} == expected
 
 
 def test_lives_begin_with_numbers_that_grow() -> None:

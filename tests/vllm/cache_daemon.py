@@ -33,6 +33,7 @@ device_memory_bytes = {device_memory_bytes}
 STORAGE = """
 [storage]
 backend = "{backend}"
+layout = "{layout}"
 
 [storage.settings]
 directory = "{directory}"
@@ -64,6 +65,7 @@ class CacheDaemon:
         slabs: int = 64,
         has_storage: bool = False,
         storage_delay_s: float = 0.0,
+        storage_layout: str = "engine",
         device_memory_bytes: int = 0,
         quota: str = "",
     ) -> None:
@@ -75,7 +77,7 @@ class CacheDaemon:
         self._config += quota
         if has_storage:
             backend = "faulty" if storage_delay_s else "disk"
-            self._config += STORAGE.format(backend=backend, directory=directory / "disk")
+            self._config += STORAGE.format(backend=backend, layout=storage_layout, directory=directory / "disk")
         if storage_delay_s:
             self._config += DELAYS.format(delay_s=storage_delay_s)
         self._parts = contextlib.ExitStack()

@@ -16,6 +16,8 @@ BLOCK_SIZE = 32
 #: Of one request. A server that was stopped for a while, or whose cache does not answer, is slow and must not fail.
 RESPONSE_TIMEOUT_S = 120
 TOP_LOGPROBS = 4
+#: What may differ where sums are formed in another order: by two shards, or when a preempted request is computed again.
+ROUNDING = 1e-4
 
 
 class UnixConnection(http.client.HTTPConnection):

@@ -12,15 +12,12 @@ import pytest
 
 from kvcached_client.blocks.host_layout import slots_per_slab
 from tests.vllm.cache_daemon import SLAB_BYTES, CacheDaemon
-from tests.vllm.completions import BLOCK_SIZE
+from tests.vllm.completions import BLOCK_SIZE, ROUNDING
 from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
 from tests.vllm.server import CONNECTOR, VllmServer, ended
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-#: What may differ where sums are formed in another order: by two shards, or when a preempted request is computed again.
-ROUNDING = 1e-4
 
 
 class Setting(NamedTuple):

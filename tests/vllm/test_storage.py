@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.cache_daemon import CacheDaemon
-from tests.vllm.completions import BLOCK_SIZE
+from tests.vllm.completions import BLOCK_SIZE, ROUNDING
 from tests.vllm.conftest import Prompts
 from tests.vllm.fleet import assert_same
 from tests.vllm.server import VllmServer, ended
@@ -17,6 +17,7 @@ from tests.vllm.server import VllmServer, ended
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 BLOCKS = 8
+TWO_RANKS = "--tensor-parallel-size=2"
 
 
 @pytest.fixture
@@ -26,12 +27,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def everything(directory: Path, model: Path) -> Iterator[tuple[CacheDaemon, VllmServer]]:
+def everything(
+    directory: Path, model: Path, *options: str, layout: str = "engine"
+) -> Iterator[tuple[CacheDaemon, VllmServer]]:
     """A daemon with storage and a server on it; both end in order, the server first."""
-    daemon = CacheDaemon(directory, has_storage=True)
+    daemon = CacheDaemon(directory, has_storage=True, storage_layout=layout)
     daemon.start()
     try:
-        with ended(VllmServer(directory, "server", model, run_dir=daemon.run_dir)) as server:
+        with ended(VllmServer(directory, "server", model, *options, run_dir=daemon.run_dir)) as server:
             server.wait_until_ready()
             daemon.until_sessions(1)
             yield daemon, server
@@ -57,3 +60,30 @@ def test_hits_come_from_disk_after_all_was_stopped(directory: Path, models: Path
         assert server.metric("vllm:kvcached_loaded_blocks_total") == BLOCKS - 1
         assert server.complete(others).cached_tokens == 0
         daemon.until_idle()
+
+
+def test_server_with_other_ranks_hits_what_is_on_disk(directory: Path, models: Path, prompt: Prompts) -> None:
+    """After all was stopped, a server with two ranks reads what one rank has stored, and the other way round.
+
+    Ranks add up in another order, so that the last bits of what was stored are not those that the server computes.
+    """
+    of_one, of_two = prompt(BLOCKS), prompt(BLOCKS, "of two ranks")
+    with everything(directory, models / "model", layout="canonical") as (daemon, server):
+        server.complete(of_one)
+        daemon.until_stored(BLOCKS)
+    with everything(directory, models / "model", TWO_RANKS, layout="canonical") as (daemon, server):
+        assert_right_from_disk(server, of_one)
+        server.complete(of_two)
+        daemon.until_stored(2 * BLOCKS)
+    with everything(directory, models / "model", layout="canonical") as (daemon, server):
+        assert_right_from_disk(server, of_two)
+        daemon.until_idle()
+
+
+def assert_right_from_disk(server: VllmServer, tokens: list[int]) -> None:
+    """The first request hits all of its prompt, on disk, and answers as one that computes all of it."""
+    hit = server.complete(tokens)
+    assert server.metric("vllm:kvcached_loaded_blocks_total") == hit.cached_tokens / BLOCK_SIZE == BLOCKS - 1
+    computed = server.complete(tokens, cache_salt="another")
+    assert computed.cached_tokens == 0
+    assert hit.distance(computed) < ROUNDING

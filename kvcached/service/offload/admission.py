@@ -15,6 +15,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost, MembersDied
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.session import OffloadSession
+from kvcached.recovery.state_file import NamespaceRecord
 from kvcached.service.admission import check_shard, joining, presented
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry, host_parts, slots_per_slab
@@ -62,6 +63,17 @@ class Shape(NamedTuple):
     replicated: bool
     canonical: CanonicalLayout | None = None
     canonical_root: bytes = b""
+
+    @classmethod
+    def recorded(cls, record: NamespaceRecord) -> Shape:
+        """That of a namespace from before a restart."""
+        return cls(
+            bytes.fromhex(record.fingerprint),
+            record.block_bytes,
+            record.replicated,
+            record.canonical,
+            bytes.fromhex(record.canonical_root),
+        )
 
 
 class OffloadAdmission:
