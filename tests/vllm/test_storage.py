@@ -72,18 +72,18 @@ def test_server_with_other_ranks_hits_what_is_on_disk(directory: Path, models: P
         server.complete(of_one)
         daemon.until_stored(BLOCKS)
     with everything(directory, models / "model", TWO_RANKS, layout="canonical") as (daemon, server):
-        assert_right_from_disk(server, of_one)
+        assert_right_from_disk(daemon, server, of_one)
         server.complete(of_two)
         daemon.until_stored(2 * BLOCKS)
     with everything(directory, models / "model", layout="canonical") as (daemon, server):
-        assert_right_from_disk(server, of_two)
+        assert_right_from_disk(daemon, server, of_two)
         daemon.until_idle()
 
 
-def assert_right_from_disk(server: VllmServer, tokens: list[int]) -> None:
+def assert_right_from_disk(daemon: CacheDaemon, server: VllmServer, tokens: list[int]) -> None:
     """The first request hits all of its prompt, on disk, and answers as one that computes all of it."""
     hit = server.complete(tokens)
-    assert server.metric("vllm:kvcached_loaded_blocks_total") == hit.cached_tokens / BLOCK_SIZE == BLOCKS - 1
+    assert (hit.cached_tokens, daemon.count("prefetched_blocks")) == ((BLOCKS - 1) * BLOCK_SIZE, BLOCKS - 1)
     computed = server.complete(tokens, cache_salt="another")
     assert computed.cached_tokens == 0
     assert hit.distance(computed) < ROUNDING
