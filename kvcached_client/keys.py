@@ -96,7 +96,7 @@ def namespace_root(
 ) -> bytes:
     """The 32-byte root of every chain of a namespace; a different value of any argument gives an unrelated root.
 
-    `layout_fingerprint` is `Layout.fingerprint()`; `generation` grows when the namespace is cleared.
+    `layout_fingerprint` is `Layout.block_fingerprint()`; `generation` grows when the namespace is cleared.
 
     Raises:
         BadRequest: a size is not positive, the generation is negative, or the algorithm is unknown.

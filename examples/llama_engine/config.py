@@ -41,7 +41,7 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
             ModelError: layers, heads or number of shards differ, or the layout has more than one group.
         """
         built_for = self.layout(served.block_size, shards, served.groups[0].dtype)
-        if msgspec.structs.replace(built_for, order=served.order).fingerprint() != served.fingerprint():
+        if built_for.block_fingerprint() != served.block_fingerprint():
             raise ModelError(f"the daemon's pool is {served}, this model on {shards} shards needs {built_for}")
 
     def layout(self, block_size: int, shards: int, kv_dtype: DType = "float32") -> Layout:
@@ -158,7 +158,7 @@ def keyspace(config: LlamaConfig, settings: EngineSettings, layout: Layout) -> b
     return namespace_root(
         model=hashlib.blake2b(msgspec.json.encode(config)).hexdigest(),
         revision=hashlib.blake2b(msgspec.json.encode(checkpoint or settings.seed)).hexdigest(),
-        layout_fingerprint=layout.fingerprint(),
+        layout_fingerprint=layout.block_fingerprint(),
         block_size=layout.block_size,
         shards=layout.shards,
         algorithm="blake3",

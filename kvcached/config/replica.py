@@ -133,7 +133,7 @@ class ReplicaConfig(Table):
     page_order: PageOrder = Field(
         default="layer_first",
         description="layer_first keeps a layer contiguous, as attention kernels expect it; block_first keeps a block"
-        " contiguous, for large copies.",
+        " contiguous, for large copies. Replicas that differ only in this share their blocks.",
     )
     slots: int | None = Field(
         default=None, ge=1, le=SLOTS_MAX, description="Blocks that the pool holds. Either this or `pool_bytes`."
@@ -220,7 +220,7 @@ class ReplicaConfig(Table):
         return namespace_root(
             model=self.model,
             revision=weights_version or self.revision,
-            layout_fingerprint=self._layout.fingerprint(),
+            layout_fingerprint=self._layout.block_fingerprint(),
             block_size=self.block_size,
             shards=self.shards,
             algorithm=self.key_algorithm,

@@ -158,7 +158,7 @@ class Replica:
     _fingerprint: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._fingerprint = bytes.fromhex(self.layout.fingerprint())
+        self._fingerprint = bytes.fromhex(self.layout.block_fingerprint())
 
     def hold(self, held: HeldMemory | None) -> None:
         """It has this memory and these workers from now on; None: none, and its workers have ended."""

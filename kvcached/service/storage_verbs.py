@@ -137,7 +137,7 @@ class StorageVerbs:
                     namespace=namespace[:NAMESPACE_BYTES],
                     header_namespace=replica.header_namespace,
                     header_generation=replica.generation,
-                    fingerprint=bytes.fromhex(replica.layout.fingerprint()),
+                    fingerprint=bytes.fromhex(replica.layout.block_fingerprint()),
                     generation=0,
                     geometry=replica.host_geometry,
                 )

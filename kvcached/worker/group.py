@@ -108,7 +108,7 @@ class ReplicaPool:
                 pretouch_bytes=min(self.pretouch_bytes, PRETOUCH_BYTES_MAX) // shards,
                 host=host,
                 namespace=self.namespace[:HEADER_NAMESPACE_BYTES],
-                fingerprint=bytes.fromhex(self.layout.fingerprint()),
+                fingerprint=bytes.fromhex(self.layout.block_fingerprint()),
             )
             for shard in range(shards)
         ]

@@ -120,9 +120,16 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.groups[group_index].page_bytes(self.block_size)
 
     def fingerprint(self) -> str:
-        """32 hex digits that two layouts share only if their blocks are interchangeable byte for byte."""
+        """32 hex digits that two layouts share only if pools of as many slots are the same, byte for byte."""
         canonical = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(canonical, digest_size=16, person=b"kvcached layout1").hexdigest()
+
+    def block_fingerprint(self) -> str:
+        """32 hex digits that two layouts share only if their blocks are the same, byte for byte, outside their pools.
+
+        Whatever the order of pages in a pool, a block in the host pool and in storage is one row of pages.
+        """
+        return msgspec.structs.replace(self, order="layer_first").fingerprint()
 
     def check(self) -> None:
         """Refuse impossible sizes.

@@ -130,6 +130,8 @@ def test_fingerprint_tells_layouts_apart(field: str) -> None:
         Layout(block_size=4, shards=1, groups=(*first.groups, *first.groups)),
     ):
         assert changed.fingerprint() != first.fingerprint()
+        of_blocks = changed.block_fingerprint() != first.block_fingerprint()
+        assert of_blocks == (changed.order == first.order)  # outside pools, the order of their pages does not matter
 
 
 @pytest.mark.parametrize(

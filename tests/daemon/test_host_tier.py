@@ -165,6 +165,35 @@ def test_evicted_blocks_come_back_from_host_memory(tmp_path: Path, shards: int) 
         assert is_sound(daemon)
 
 
+@pytest.mark.parametrize("orders", [("layer_first", "block_first"), ("block_first", "layer_first")], ids="-".join)
+def test_replicas_with_other_orders_of_pages_share_their_blocks(tmp_path: Path, orders: tuple[str, str]) -> None:
+    """A block that one replica has stored is loaded by another one whose pool has its pages in another order."""
+    first, second = (
+        CONFIG[CONFIG.index("[[replica]]") :]
+        .replace('name = "default"', f'name = "{name_of(order)}"\npage_order = "{order}"')
+        .replace("slots = 16", f"slots = {slots}")
+        for order, slots in zip(orders, (16, 12), strict=True)
+    )
+    text = HOST_CONFIG[: HOST_CONFIG.index("[[replica]]")] + first + second + HOST_CONFIG[HOST_CONFIG.index("[host]") :]
+    with (
+        started(tmp_path, text) as daemon,
+        engine_on(daemon, replica=name_of(orders[0])) as one,
+        engine_on(daemon, replica=name_of(orders[1])) as two,
+    ):
+        assert one.pools[0].layout.order != two.pools[0].layout.order
+        written = one.compute("a", 5)
+        wait_stored(daemon.run_dir, 5)
+        with two.acquire("a", 5) as lease:
+            assert lease.hit_blocks == 5
+            lease.wait_loaded()
+            assert [content(pool, lease) for pool in two.pools] == written
+        assert is_sound(daemon)
+
+
+def name_of(order: str) -> str:
+    return order.replace("_", "-")
+
+
 def test_session_goes_on_over_the_death_of_a_worker(tmp_path: Path) -> None:
     """SIGKILL of a worker costs no block on any tier and no session: what was cached is hit, and loads work again."""
     with started(tmp_path, HOST_CONFIG.replace("shards = 1", "shards = 2")) as daemon:
