@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from kvcached.config.schema import Config
-from kvcached.config.tables import StorageConfig
+from kvcached.config.tables import StorageConfig, StorageLayout
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached.memory.host_pool import HostMemory
-from kvcached.recovery.generations import Record, RecordFile, RecordWriter, read_record
+from kvcached.recovery.generations import Record, RecordFile, RecordWriter, in_layout, read_record
 from kvcached.service.service import Service
 from kvcached.service.storage_verbs import STOP_DEADLINE_S, StorageService, note_forgotten
 from kvcached.storage.client import StorageLink
@@ -41,8 +41,10 @@ def storage_spec(config: Config) -> StorageSpec:
 
 async def recorded(config: Config) -> Record | None:
     """What is written down beside storage of the generations of namespaces; None where nothing is, or can be read."""
-    path = None if config.storage is None or config.host is None else config.storage.record_path
-    return None if path is None else await read_record(path)
+    storage = config.storage
+    path = None if storage is None or config.host is None else storage.record_path
+    record = None if path is None else await read_record(path)
+    return record if record is None or storage is None else in_layout(record, storage.layout, config.replica)
 
 
 async def start_storage(
@@ -80,7 +82,8 @@ async def start_storage(
     service.storage.storage = StorageService(
         link, storage.backend, storage.backup, storage.prefetch_timeout_ms, storage.prefetch_timeout_us_per_token
     )
-    keep_record(service, link, record, None if storage.record_path is None else RecordFile(storage.record_path))
+    writer = None if storage.record_path is None else RecordFile(storage.record_path)
+    keep_record(service, link, record, writer, storage.layout)
     link.attach()
     if await link.started(TAKEOVER_PATIENCE_S if is_takeover else config.worker_ready_deadline_ms / 1000):
         return
@@ -91,13 +94,15 @@ async def start_storage(
     _log.error("storage %r does not work yet; the daemon starts without it: %s", storage.backend, link.why)
 
 
-def keep_record(service: Service, link: StorageLink, record: Record | None, writer: RecordWriter | None) -> None:
+def keep_record(
+    service: Service, link: StorageLink, record: Record | None, writer: RecordWriter | None, layout: StorageLayout
+) -> None:
     """Go on where the record of generations ends: forget what is due, and have the record kept."""
     for prefix in () if record is None else record.forgets:
         link.forget(bytes.fromhex(prefix), note_forgotten)
     service.recorder.forgets = lambda: link.due
     if writer is not None:
-        service.recorder.use(writer)
+        service.recorder.use(writer, layout)
 
 
 def _process_config(storage: StorageConfig) -> ProcessConfig:

@@ -35,6 +35,8 @@ SLOTS_MAX: Final = (1 << 31) - 1
 WritePolicyName: TypeAlias = Literal["write_through", "write_through_selective", "write_back", "never"]
 #: The names in `kvcached.core.eviction.by_priority`.
 EvictionPolicyName: TypeAlias = Literal["lru", "slru"]
+#: How storage has blocks of engines in offload mode: as the engines have them, or for any number of shards.
+StorageLayout: TypeAlias = Literal["engine", "canonical"]
 #: The values of `kvcached_client.types.Verify`.
 VerifyName: TypeAlias = Literal["inherited", "always", "never"]
 
@@ -238,7 +240,7 @@ class StorageConfig(Table):
         description="A call of the backend that takes longer has failed. After six times as long, the storage"
         " process is killed and restarted.",
     )
-    layout: Literal["engine", "canonical"] = Field(
+    layout: StorageLayout = Field(
         default="engine",
         description="How blocks of engines in offload mode are stored: as the engine has them, for engines with as many"
         " shards only, or rearranged, so that engines of the same model with any number of shards read them.",

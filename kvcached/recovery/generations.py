@@ -15,13 +15,15 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
+from msgspec import structs
 
 from kvcached.config.replica import ReplicaConfig
+from kvcached.config.tables import StorageLayout
 from kvcached.core.generations import Edition
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.recovery.state_file import Count, Hex, Ledger, NamespaceRecord, ReplicaRecord
@@ -145,18 +147,35 @@ class EditionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weights_version: str = ""
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The content of the file.
 
     Attributes:
         format: the file's.
+        layout: as the daemon that wrote it had storage configured.
         editions: those of namespaces, least recently used first.
         forgets: prefixes, in hex, of the keys that storage has still to forget.
     """
 
     format: Literal[1] = FORMAT
+    layout: StorageLayout = "engine"
     editions: tuple[EditionRecord, ...] = ()
     forgets: tuple[Hex, ...] = ()
+
+
+def in_layout(record: Record, layout: StorageLayout, replicas: Iterable[ReplicaConfig]) -> Record:
+    """A record for a daemon whose storage has a layout: in another one, only the editions of replicas count.
+
+    While storage has one layout, clears of engines' namespaces tell nothing of what is stored in the other.
+    """
+    if record.layout == layout:
+        return record
+    kept = tuple(
+        each
+        for each in record.editions
+        if any(replica.namespace(each.generation, each.weights_version).hex() == each.namespace for replica in replicas)
+    )
+    return structs.replace(record, layout=layout, editions=kept)
 
 
 class RecordWriter(Protocol):

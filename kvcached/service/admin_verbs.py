@@ -18,6 +18,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.generations import Edition
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import ClearingEnded
+from kvcached.core.namespaces import Namespace
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
 from kvcached.service.admission import DrainState
@@ -294,7 +295,7 @@ class Clears:
             raise request_error(ErrorCode.FORBIDDEN, why, fix)
         clear = self._known(connection, request)
         if clear is None:
-            self._cleared(self._cache.offload.sessions[session].namespace.spec.root)
+            self._tell_cleared(self._cache.offload.sessions[session].namespace)
             generation, blocks = self._cache.offload.clear(session)
             clear = self._done(_Clear((), generation, "", b"", blocks=blocks))
         return self._answer(connection, request, clear, respond)
@@ -323,12 +324,17 @@ class Clears:
     def _of_engines(self, target: NamedNamespace) -> _Clear:
         """Nothing is awaited: copies under way keep their slots, and what they complete is not found."""
         space = self._cache.offload.namespaces.by_root[target.root]
-        self._cleared(target.root)
+        self._tell_cleared(space)
         blocks = self._cache.offload.namespaces.clear(space)
         shown = target.root[:NAMESPACE_SHOWN_BYTES].hex()
         fields = {"label": target.label, "namespace": shown, "blocks": blocks, "generation": space.generation}
         _log.info("cleared: %(label)s (%(namespace)s), %(blocks)d blocks; generation %(generation)d", fields)
         return self._done(_Clear((), space.generation, "", target.root, target.label, blocks))
+
+    def _tell_cleared(self, namespace: Namespace) -> None:
+        """Tell of all namespaces that are cleared together."""
+        for each in self._cache.offload.namespaces.of_storage(namespace.spec.storage_root):
+            self._cleared(each.spec.root)
 
     def _done(self, clear: _Clear) -> _Clear:
         clear.version = self._recorder.version

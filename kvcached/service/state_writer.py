@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from kvcached.config.tables import StorageLayout
 from kvcached.core.cache import Cache
 from kvcached.core.generations import Generations
 from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
@@ -239,6 +240,7 @@ class Recorder:
         self._generations = generations
         self._later = later
         self._writer: RecordWriter | None = None
+        self._layout: StorageLayout = "engine"
         self._is_open = False
         self._is_writing = False
         self._is_late = False
@@ -246,9 +248,9 @@ class Recorder:
         self._tried: _Contents | None = None
         self._written_version = -1
 
-    def use(self, writer: RecordWriter) -> None:
+    def use(self, writer: RecordWriter, layout: StorageLayout = "engine") -> None:
         """There is storage: nothing that it may remember is written down before `open`, when it is there."""
-        self._writer, self.why = writer, "storage has not been opened yet"
+        self._writer, self._layout, self.why = writer, layout, "storage has not been opened yet"
 
     def open(self) -> None:
         """Storage is there, maybe on another device than before: the record is written to it."""
@@ -320,6 +322,7 @@ class Recorder:
     def _record(self, contents: _Contents) -> Record:
         editions = self._generations.editions.items()
         return Record(
+            layout=self._layout,
             editions=tuple(
                 EditionRecord(namespace=root.hex(), generation=each.generation, weights_version=each.weights_version)
                 for root, each in editions

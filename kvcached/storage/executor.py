@@ -31,7 +31,7 @@ from kvcached_client.types import KEY_SIZE_BYTES
 T = TypeVar("T")
 
 
-#: Blocks that are rearranged are at most so many bytes at a time, or one.
+#: Blocks that one thread rearranges are at most so many bytes at a time, or one block.
 STAGED_BYTES_MAX: Final = 32 << 20
 
 
@@ -254,8 +254,12 @@ def _arrived(kind: BlockFormat, stored: StoredKind, staged: _Staged) -> tuple[by
     rearrangement, (value,) = _rearrangement(kind), staged.parts
     if not frame.is_sound(block, rearrangement.split(value)):
         return None
-    rearrangement.to_host(value, staged.slot.parts)
-    return tuple(map(xxh3_128_digest, staged.slot.parts))
+    # The checksum is of memory that no other process writes: a write into the slot does not get one.
+    ours = _pages(len(staged.slot.parts), kind.geometry.block_bytes)
+    rearrangement.to_host(value, ours)
+    for part, mine in zip(staged.slot.parts, ours, strict=True):
+        part[:] = mine
+    return tuple(map(xxh3_128_digest, ours))
 
 
 def _split(keys: bytes) -> list[bytes]:

@@ -4,7 +4,7 @@ Little-endian::
 
       0   4s  magic        b"KVCS"
       4  u16  format       1
-      6  u16  shards       of the layout; the value has the block's bytes on each of them, in order
+      6  u16  shards       of the layout, or parts in a canonical one; the value has the bytes of each, in order
       8  u64  generation   of the namespace
      16  16s  namespace    its first 16 bytes
      32  16s  fingerprint  of the layout
@@ -13,7 +13,7 @@ Little-endian::
      80  u64  part bytes   of the block on one shard
      88  u32  depth        blocks before it in its chain
      92  u32  zero
-     96  16s  checksum     xxh3_128 of the block's bytes on shard 0, and so on for every shard
+     96  16s  checksum     xxh3_128 of the block's bytes on shard 0 (of part 0), and so on for every one
     ...       zeros
    2032  16s  seal         xxh3_128 of the 2032 bytes before
    2048       free for stages between the frame and the backend, such as encryption; zeros without one
@@ -49,7 +49,7 @@ class StoredKind(NamedTuple):
     Attributes:
         namespace, fingerprint: whose blocks these are, and of which layout; 16 bytes each.
         generation: of the namespace.
-        shards: how many parts a block has.
+        shards: how many parts a block has: one for each shard, or those of its canonical layout.
         part_bytes: size of each.
     """
 

@@ -34,14 +34,16 @@ class _Order(NamedTuple):
     dimensions: tuple[tuple[int, int], ...]
 
 
-def canonical_layout(pages: EnginePages, heads: int, head_dimension: int) -> CanonicalLayout | None:
+def canonical_layout(pages: EnginePages, shards: int, heads: int, head_dimension: int) -> CanonicalLayout | None:
     """The canonical layout of a shard's blocks; None if they have none.
 
-    Blocks have none where not every tensor is one of the same number of KV heads with heads of the same size, where
-    shards repeat heads, or where heads cannot be joined to at most 64 parts without dividing a part between shards.
+    Blocks have none where not every tensor has this shard's heads, all of one size, where shards repeat heads (but a
+    single one, which each of them has), or where heads cannot be joined to at most 64 parts without dividing a part
+    between shards.
 
     Args:
         pages: the shard's, of tensors.
+        shards: how many there are.
         heads: KV heads of the model, on all shards together.
         head_dimension: the dimension of the heads in each tensor, counted from the last one: -1 is the last.
     """
@@ -54,7 +56,7 @@ def canonical_layout(pages: EnginePages, heads: int, head_dimension: int) -> Can
     by_layer: dict[int, set[_Order]] = defaultdict(set)
     for tensor, order in zip(pages.tensors, found, strict=True):
         by_layer[tensor.layer].add(order)
-    if heads % local or any(len(some) > 1 for some in by_layer.values()):
+    if local * (1 if heads == 1 else shards) != heads or any(len(some) > 1 for some in by_layer.values()):
         return None
     runs = sum(order.runs for some in by_layer.values() for order in some)
     parts = max(each for each in range(1, min(heads, CANONICAL_PARTS_MAX) + 1) if heads % each == 0)

@@ -157,6 +157,8 @@ class HostGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return divmod(slot, self.slots_per_slab)
 
 
+#: A part of a run is no smaller: a head of one token has 16 dimensions at least.
+PIECE_BYTES_MIN: Final = 16
 #: Most parts of a block in storage: so many checksums has the frame before it.
 CANONICAL_PARTS_MAX: Final = 64
 
@@ -179,8 +181,9 @@ class CanonicalLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     runs: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 
     def divides(self, block_bytes: int, host_parts: int) -> bool:
-        """Whether blocks of this size on each of so many host parts can be cut so."""
-        return self.parts % host_parts == 0 and block_bytes % (self.runs * (self.parts // host_parts)) == 0
+        """Whether blocks of this size on each of so many host parts can be cut so, and into no tiny pieces."""
+        pieces = self.runs * (self.parts // host_parts)
+        return self.parts % host_parts == 0 and block_bytes % pieces == 0 and block_bytes // pieces >= PIECE_BYTES_MIN
 
 
 @dataclass(frozen=True, slots=True)

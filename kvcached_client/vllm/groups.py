@@ -69,12 +69,17 @@ def check_groups(specs: Sequence[VllmObject]) -> None:
 def canonical_of(pages: EnginePages, config: VllmConfig, cache: KvCacheConfig) -> CanonicalLayout | None:
     """The layout in which storage may hold blocks for any number of ranks; None if their bytes are not of heads alone.
 
-    Several groups share pages, in which a group's layers lie otherwise than another's.
+    Several groups share pages, in which a group's layers lie otherwise than another's. Where vLLM counts slots of heads
+    instead of heads, K, V and their scales have slots of their own.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if len(specs) > 1 or any(is_of_states(spec) for spec in specs):
+    layers = [layer for spec in specs for layer in iter_layer_specs(spec)]
+    if len(specs) > 1 or any(
+        isinstance(layer, MambaSpec) or getattr(layer, "num_head_slots", None) is not None for layer in layers
+    ):
         return None
-    return canonical_layout(pages, kv_heads(config), _HEAD_DIMENSION)
+    ranks = config.parallel_config.tensor_parallel_size
+    return canonical_layout(pages, ranks, kv_heads(config), _HEAD_DIMENSION)
 
 
 def tensors_of(kv_caches: Mapping[str, VllmObject]) -> dict[str, VllmObject]:

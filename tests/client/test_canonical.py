@@ -31,9 +31,10 @@ def keys_and_values_apart(heads: int) -> npt.NDArray[Any]:
     return np.zeros((2, BLOCKS, heads, TOKENS, CONTENT // 2), "float16")
 
 
-def layout(*arrays: npt.NDArray[Any], heads: int = HEADS) -> CanonicalLayout | None:
+def layout(*arrays: npt.NDArray[Any], heads: int = HEADS, shards: int = 0) -> CanonicalLayout | None:
+    """That of these tensors; without a number of shards, of as many as have all heads together."""
     tensors = {f"layer {number}": HostTensor(array) for number, array in enumerate(arrays)}
-    return canonical_layout(EnginePages.of_tensors(tensors), heads, -3)
+    return canonical_layout(EnginePages.of_tensors(tensors), shards or heads // arrays[0].shape[-3], heads, -3)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,22 @@ def test_more_heads_than_parts_are_joined() -> None:
 )
 def test_blocks_that_cannot_be_cut_have_none(arrays: list[npt.NDArray[Any]], heads: int) -> None:
     """Where heads are not alike on every shard, blocks have no canonical layout."""
-    assert layout(*arrays, heads=heads) is None
+    assert layout(*arrays, heads=heads, shards=4) is None
+
+
+@pytest.mark.parametrize(("here", "shards"), [(1, 16), (4, 4), (8, 2), (2, 2)])
+def test_shards_that_do_not_divide_the_heads_have_none(here: int, shards: int) -> None:
+    """Where shards repeat heads, or have slots for K and for V in place of heads, they have no canonical layout."""
+    assert layout(heads_first(here), shards=shards) is None
+
+
+def test_single_head_is_the_same_on_any_number_of_shards() -> None:
+    """Every shard of a model with one head has all of it, and the layout is one part."""
+    found = {shards: layout(heads_first(1), heads=1, shards=shards) for shards in (1, 2, 8)}
+
+    assert found[1] is not None
+    assert found[1].parts == 1
+    assert set(found.values()) == {found[1]}
 
 
 def test_part_of_another_tensors_page_has_none() -> None:
@@ -103,8 +119,8 @@ def test_single_head_whose_place_is_unknown_has_none() -> None:
     whole = heads_first(1)
     odd = np.lib.stride_tricks.as_strided(whole, whole.shape, (whole.strides[0], 6, *whole.strides[2:]))
 
-    assert layout(whole) is not None
-    assert layout(odd) is None
+    assert layout(whole, shards=HEADS) is not None
+    assert layout(odd, shards=HEADS) is None
 
 
 def test_tensors_on_the_same_pages_count_once() -> None:
@@ -120,7 +136,7 @@ def test_layout_divides_blocks_of_its_size_only() -> None:
     """Blocks that are not so many runs of so many parts, or parts that shards would share, are refused."""
     cut = CanonicalLayout(fingerprint=bytes(16), parts=4, runs=3)
 
-    assert all(cut.divides(4 * 3 * 10 // shards, shards) for shards in (1, 2, 4))
-    assert not cut.divides(4 * 3 * 10 + 1, 1)
-    assert not cut.divides(120, 3)
-    assert not cut.divides(15, 8)
+    assert all(cut.divides(4 * 3 * 16 // shards, shards) for shards in (1, 2, 4))
+    assert not cut.divides(4 * 3 * 16 + 1, 1)
+    assert not cut.divides(4 * 3 * 16, 3)
+    assert not cut.divides(4 * 3 * 15, 1)  # smaller than any head

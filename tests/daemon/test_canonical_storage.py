@@ -65,7 +65,7 @@ class Engine:
     def __init__(self, run_dir: Path, parts: ExitStack, shards: int) -> None:
         self.shards = [Shard(number, shards) for number in range(shards)]
         pages = self.shards[0].pages
-        canonical = canonical_layout(pages, HEADS, -3)
+        canonical = canonical_layout(pages, shards, HEADS, -3)
         assert canonical is not None
         self.client = parts.enter_context(connected(run_dir, pages, shards, canonical))
         self.links = [
@@ -191,7 +191,7 @@ def test_memory_outlives_a_change_of_the_layout(tmp_path: Path) -> None:
         with ExitStack() as parts:
             Engine(daemon.run_dir, parts, 2).store("a")
             until(lambda: _stored(daemon.run_dir) == BLOCKS)
-        (tmp_path / "kvcached.toml").write_text(daemon_text(tmp_path, CANONICAL))
+        (tmp_path / "kvcached.toml").write_text(with_storage(tmp_path / "disk", more=CANONICAL))
         daemon.kill()
         daemon.await_ready()
         with ExitStack() as parts:
@@ -204,8 +204,26 @@ def test_memory_outlives_a_change_of_the_layout(tmp_path: Path) -> None:
             assert one.loads("b")
 
 
-def daemon_text(tmp_path: Path, more: str) -> str:
-    return with_storage(tmp_path / "disk", more=more)
+@pytest.mark.parametrize("first", ["", CANONICAL], ids=["engine", "canonical"])
+@pytest.mark.parametrize("is_rebooted", [False, True])
+def test_cleared_blocks_do_not_come_back_in_the_layout_before(tmp_path: Path, first: str, *, is_rebooted: bool) -> None:
+    """What was stored in one layout, and cleared while storage had the other one, is not found in the first again."""
+    texts = [with_storage(tmp_path / "disk", more=more) for more in (first, "" if first else CANONICAL)]
+    ledger = tmp_path / "run" / "ledger.json"
+    with started(tmp_path, texts[0]) as daemon, engines(daemon, 2) as (engine,):
+        engine.store("a")
+        backed_up(daemon, BLOCKS)
+    with started(tmp_path, texts[1]) as daemon, engines(daemon, 2) as (engine,):
+        assert engine.fetch("a") == 0
+        engine.client.clear()
+    if is_rebooted:
+        ledger.unlink(missing_ok=True)
+    with started(tmp_path, texts[0]) as daemon, engines(daemon, 2) as (engine,):
+        assert engine.fetch("a") == 0
+        engine.store("b")
+        until(lambda: report(daemon).counters.get("written_blocks", 0) >= BLOCKS)
+    with started(tmp_path, texts[0]) as daemon, engines(daemon, 2) as (engine,):
+        assert (engine.fetch("a"), engine.fetch("b")) == (0, BLOCKS)
 
 
 def _stored(run_dir: Path) -> int:

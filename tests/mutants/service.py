@@ -104,7 +104,7 @@ def namespace_not_checked(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         OffloadAdmission.hello,
-        "peer.grants.check_namespace(request.label, *self._known_label(spec.root))",
+        "peer.grants.check_namespace(request.label, *self._known_labels(spec))",
         "pass",
     )
 
@@ -112,4 +112,4 @@ def namespace_not_checked(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/access/test_admission.py::test_namespace_of_others_is_not_used_under_an_own_label")
 def label_of_a_known_namespace_not_checked(patch: pytest.MonkeyPatch) -> None:
     """An engine uses the namespace of others by declaring it under a label of its own."""
-    patch.setattr(OffloadAdmission, "_known_label", lambda *_: [])
+    patch.setattr(OffloadAdmission, "_known_labels", lambda *_: [])

@@ -9,6 +9,8 @@ import pytest
 
 from kvcached.core.namespaces import Namespaces
 from kvcached.process.in_flight import InFlight, OpenRequest
+from kvcached.recovery import generations
+from kvcached.service.admin_verbs import Clears
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.storage import cipher, executor, frame
@@ -43,6 +45,31 @@ def canonical_bytes_sealed_unread(patch: pytest.MonkeyPatch) -> None:
 def canonical_place_of_a_single_head_guessed(patch: pytest.MonkeyPatch) -> None:
     """The only head of a shard is taken to be where its stride says, which means nothing."""
     rewrite(patch, canonical._order, "elements != stride", "False")
+
+
+@caught_by("tests/client/test_canonical.py::test_shards_that_do_not_divide_the_heads_have_none")
+def canonical_slots_taken_for_heads(patch: pytest.MonkeyPatch) -> None:
+    """Slots for K and for V of each head are divided among shards as if they were heads."""
+    rewrite(patch, canonical.canonical_layout, "local * (1 if heads == 1 else shards) != heads", "heads % local")
+
+
+@caught_by(
+    "tests/daemon/test_canonical_storage.py::test_cleared_blocks_do_not_come_back_in_the_layout_before[True-engine]"
+)
+def generations_of_another_layout_believed(patch: pytest.MonkeyPatch) -> None:
+    """What was cleared while storage had another layout is found again when it has the one before."""
+    rewrite(patch, generations.in_layout, "record.layout == layout", "True")
+
+
+@caught_by("tests/service/test_offload_clears.py::test_clear_of_one_tells_of_all_that_share_its_blocks_in_storage")
+def memory_of_other_shardings_kept_over_a_clear(patch: pytest.MonkeyPatch) -> None:
+    """Device memory that engines with another number of shards left is adopted after a clear."""
+    rewrite(
+        patch,
+        Clears._tell_cleared,
+        "self._cache.offload.namespaces.of_storage(namespace.spec.storage_root)",
+        "[namespace]",
+    )
 
 
 @caught_by("tests/core/test_offload_spaces.py::test_clear_of_one_clears_all_of_its_storage_root")

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from kvcached.core.slots.states import SlotState
+from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.generations import EditionRecord
 from kvcached.recovery.state_file import HostPoolRecord, LedgerFile, boot_id, read_ledger
 from kvcached.service.pending import Answer
 from kvcached.service.state_writer import StatePlace
+from kvcached_client.blocks.host_layout import CanonicalLayout
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import WritePolicy
 from tests.service.office import EPOCH, ONE, SLAB_BYTES, TWO, FakePeer, key_chain
-from tests.service.offload_office import OTHER_INSTANCE, OffloadOffice
+from tests.service.offload_office import BLOCK_BYTES, OTHER_INSTANCE, OffloadOffice
 from tests.service.test_recorder import with_storage
 
 PEOPLE = b"people"
@@ -211,3 +213,32 @@ def test_lease_of_before_stores_nothing(office: OffloadOffice) -> None:
     office.expect(wire.Released, release)
     office.store_blocks(welcome, 3)
     assert office.hit(3) == 3
+
+
+@pytest.mark.parametrize("by_people", [True, False])
+def test_clear_of_one_tells_of_all_that_share_its_blocks_in_storage(
+    monkeypatch: pytest.MonkeyPatch, *, by_people: bool
+) -> None:
+    """Memory of the daemon that engines of a namespace left is dropped for each namespace that is cleared."""
+    told: list[bytes] = []
+    monkeypatch.setattr(EnginePools, "cleared", lambda _, root: told.append(root))
+    office = OffloadOffice(has_canonical_storage=True)
+    canonical = CanonicalLayout(fingerprint=bytes(16), parts=2, runs=2)
+    one = office.attach(FakePeer(1), canonical=canonical)
+    two = office.attach(
+        FakePeer(2),
+        peer=TWO,
+        instance=OTHER_INSTANCE,
+        shards=1,
+        block_bytes=2 * BLOCK_BYTES,
+        label="one shard",
+        canonical=canonical,
+    )
+
+    if by_people:
+        clear(office, "tiny")
+    else:
+        office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    assert set(told) == {one.namespace, two.namespace}
+    beat = wire.Heartbeat(id=900, session=two.session, token=two.token)
+    assert office.expect(wire.Alive, beat, peer=b"any").generation > two.generation

@@ -48,7 +48,7 @@ class StorageOfDaemon:
             config, 0, Path(), self._daemon.cache.epoch, service.storage.format_of, service.on_event
         )
         service.storage.storage = StorageService(self.link, "simulated", spec.backup, _WAIT_MS, _WAIT_US_PER_TOKEN)
-        keep_record(service, self.link, self._world.record.record, self._world.record)
+        keep_record(service, self.link, self._world.record.record, self._world.record, "engine")
         self.link.attach()
 
     def new_process(self, on: dict[str, Any]) -> SimulatedStorage:
