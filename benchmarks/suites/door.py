@@ -43,7 +43,8 @@ def measure(rounds: int, slice_s: float, local: dict[str, str] = LOCAL, tcp: dic
     floods = {name: ["-m", "tests.daemon.flooder", "{run_dir}", kind] for name, kind in local.items()}
     there = ["-m", "tests.daemon.tcp_flooder", str(port), key_text(keys.public)]
     floods |= {name: [*there, kind] for name, kind in tcp.items()}
-    yield from measure_beside("door", floods, rounds, slice_s, lambda directory: _config(directory, keys, port))
+    useful = {"endless_requests": ["-m", "tests.daemon.flooder", "{run_dir}", "useful"]}
+    yield from measure_beside("door", floods, rounds, slice_s, lambda place: _config(place, keys, port), useful)
 
 
 def _config(directory: Path, keys: KeyPair, port: int) -> str:

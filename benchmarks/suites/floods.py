@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter_ns
+from types import MappingProxyType
 from typing import IO, Final, cast
 
 from benchmarks.programs import daemon_process
@@ -82,6 +83,7 @@ def measure_beside(
     rounds: int,
     slice_s: float,
     config: Callable[[Path], str] = lambda _: CONFIG,
+    neighbours: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Iterator[Result]:
     """The same for floods by the arguments of their interpreters, in which ``{run_dir}`` stands for the daemon's.
 
@@ -91,8 +93,9 @@ def measure_beside(
         rounds: how many.
         slice_s: as of `measure`.
         config: the daemon's, which may need files in its directory.
+        neighbours: the same of processes that are no floods, for which nothing is promised.
     """
-    commands = {"busy_neighbour": ["-c", _NEIGHBOUR], **floods}
+    commands = {"busy_neighbour": ["-c", _NEIGHBOUR], **neighbours, **floods}
     with tempfile.TemporaryDirectory(prefix="kvcached-") as temporary:
         directory, run_dir = Path(temporary), Path(temporary) / "run"
         with (

@@ -63,12 +63,11 @@ class Connection:
         watched_events: of what the server hears; 0 for nothing.
         is_queued: it waits for its next turn.
         counted_bytes: what the server's total has for it.
-        refused_bytes: that came for nothing, since its process's last pause.
     """
 
     __slots__ = (
-        "counted_bytes", "descriptor", "grants", "is_deaf", "is_queued", "origin", "owner", "peer", "reader", "refusal",
-        "refused_bytes", "socket", "unsent", "watched_events",
+        "counted_bytes", "descriptor", "grants", "is_deaf", "is_queued", "origin", "owner", "peer",
+        "reader", "refusal", "socket", "unsent", "watched_events",
     )  # fmt: skip
 
     def __init__(self, accepted: socket.socket, peer: bytes, identity: Identity, reader: IncomingReader) -> None:
@@ -83,7 +82,6 @@ class Connection:
         self.watched_events = 0
         self.is_queued = False
         self.counted_bytes = 0
-        self.refused_bytes = 0
 
     def introduced(self) -> Identity | None:
         """Who its peer is, where that is known only once it has introduced itself."""

@@ -1,12 +1,14 @@
 """From whom the RPC socket does not read for a moment: processes much of whose bytes was read for nothing.
 
 Without pauses, a process that sends messages beyond the limits on and on takes a processor of the machine, and those
-that are served wait for it. The same holds for requests that are refused, whatever they are refused for.
+that are served wait for it. The same holds for requests that are refused, whatever they are refused for, and for
+connections that are cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final
 
@@ -21,8 +23,12 @@ REFUSED_BYTES_PER_S: Final = 32 << 20
 REFUSED_REQUEST_BYTES: Final = 32 << 10
 #: Refusals that the daemon's state is no reason for: a full pool, or a drain, is nothing that a peer does on purpose.
 _PEERS_FAULTS: Final = frozenset({Fault.CALLER, Fault.EPOCH})
-#: Of one connection, without a pause: a pause for each `recv` would be many timers.
+#: A connection that is cut off counts as so many: the next one costs its handshake, and its process begins anew.
+CUT_OFF_BYTES: Final = 4 << 20
+#: Of one process, without a pause: a pause for each `recv` would be many timers.
 REFUSED_BYTES_MIN: Final = 1 << 20
+#: Processes of which it is known how much was refused; of others, nothing was.
+OWNERS_MAX: Final = 1024
 
 
 def is_for_nothing(refusal: ErrorReply) -> bool:
@@ -43,19 +49,24 @@ class Pauses:
     def __init__(self, changed: Callable[[Hashable], None]) -> None:
         self._changed = changed
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
+        #: Bytes of a process that came for nothing since its last pause; the one that was refused last comes last.
+        self._refused: OrderedDict[Hashable, int] = OrderedDict()
 
     def __contains__(self, connection: Connection) -> bool:
         return connection.owner in self._timers
 
     def refuse(self, connection: Connection, size_bytes: int) -> None:
         """So many bytes of a connection were read for nothing. Many of them pause its process."""
-        connection.refused_bytes += size_bytes
-        if connection.refused_bytes >= REFUSED_BYTES_MIN and connection not in self:
-            pause_s = connection.refused_bytes / REFUSED_BYTES_PER_S
-            connection.refused_bytes = 0
-            loop = asyncio.get_running_loop()
-            self._timers[connection.owner] = loop.call_later(pause_s, self._end, connection.owner)
-            self._changed(connection.owner)
+        owner = connection.owner
+        refused_bytes = self._refused.pop(owner, 0) + size_bytes
+        if refused_bytes >= REFUSED_BYTES_MIN and connection not in self:
+            pause_s = refused_bytes / REFUSED_BYTES_PER_S
+            self._timers[owner] = asyncio.get_running_loop().call_later(pause_s, self._end, owner)
+            self._changed(owner)
+            return
+        self._refused[owner] = refused_bytes
+        if len(self._refused) > OWNERS_MAX:
+            self._refused.popitem(last=False)
 
     def close(self) -> None:
         """No pause ends any more."""

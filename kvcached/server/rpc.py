@@ -22,7 +22,7 @@ from kvcached.server.connections import Connections
 from kvcached.server.decoding import decode, refusal
 from kvcached.server.held import HeldBytes
 from kvcached.server.listener import Listener
-from kvcached.server.pauses import REFUSED_REQUEST_BYTES, Pauses, is_for_nothing
+from kvcached.server.pauses import CUT_OFF_BYTES, REFUSED_REQUEST_BYTES, Pauses, is_for_nothing
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol.engine import ErrorReply, Header, Request, encode
 from kvcached_client.protocol.zmtp import Message
@@ -60,8 +60,8 @@ log = logging.getLogger(__name__)
 
 #: Messages of one connection served before others get a turn.
 MESSAGES_PER_TURN_MAX: Final = 16
-#: No further one is begun in a turn after this time: a good client waits for two turns of others at each request.
-TURN_NS_MAX: Final = 200_000
+#: No further one is begun in a turn after this time if somebody else has something to be served.
+TURN_NS_MAX: Final = 50_000
 #: Of one `recv`: most requests are whole in it.
 RECEIVE_BYTES_MAX: Final = 64 * 1024
 #: Connections of one user other than the daemon's own that get a turn at a time.
@@ -194,13 +194,16 @@ class RpcServer:
             self._take_one(connection, data)
             data = b""
             is_over = not reader.has_more or connection.unsent or connection in self._pauses
-            if is_over or time.perf_counter_ns() >= end_ns:
+            if is_over or (time.perf_counter_ns() >= end_ns and self._is_awaited(connection)):
                 break
         if was_skipping or reader.is_skipping:
             self._pauses.refuse(connection, size)
         if reader.violation is not None:
             self._cut_off(connection)
         self._arrange(connection)
+
+    def _is_awaited(self, connection: Connection) -> bool:
+        return bool(self._queues) or any(each != connection.descriptor for each, _ in self._ready.poll(0, 2))
 
     def _take_one(self, connection: Connection, data: memoryview | bytes) -> None:
         reader = connection.reader
@@ -219,6 +222,7 @@ class RpcServer:
         self._connections.note_fault("violation", "%(socket)s: %(who)s is cut off: %(reason)s", fields)
         if counter := connection.violation_counter():
             self._handler.count(counter)
+        self._pauses.refuse(connection, CUT_OFF_BYTES)
         self._close(connection)
 
     def _serve_guarded(self, connection: Connection, message: Message) -> None:
@@ -258,8 +262,7 @@ class RpcServer:
 
     def _arrange(self, connection: Connection) -> None:
         """Watch a connection, queue it for its next turn, or leave it until its peer has read."""
-        loop = self._loop
-        if not connection.is_open or loop is None:
+        if not connection.is_open or (loop := self._loop) is None:
             return
         is_read = not connection.unsent and connection not in self._pauses
         has_more = connection.reader.has_more
@@ -298,8 +301,7 @@ class RpcServer:
         ready = self._ready.poll(0)
         if len(ready) > 1:
             self._rotation += 1
-            start = self._rotation % len(ready)
-            ready = ready[start:] + ready[:start]
+            ready = [*ready[(start := self._rotation % len(ready)) :], *ready[:start]]
         waiting: set[Hashable] = set()
         turns: Counter[Hashable] = Counter()
         for descriptor, events in ready:
@@ -330,10 +332,10 @@ class RpcServer:
             self._loop.call_soon(self._serve_queues)
 
     def _drop_largest(self) -> None:
-        largest, total = self._held.largest(self._connections), self._held.total
-        size = largest.counted_bytes
+        largest = self._held.largest(self._connections)
+        size, who = largest.counted_bytes, largest.origin.words
         words = "%(socket)s: messages take %(total)d bytes: the connection of %(who)s with %(size)d of them is dropped"
-        fields = {"socket": self._door.name, "total": total, "who": largest.origin.words, "size": size}
+        fields = {"socket": self._door.name, "total": self._held.total, "who": who, "size": size}
         self._connections.note_fault("held", words, fields)
         self._close(largest)
         self._pauses.refuse(largest, size)

@@ -10,6 +10,7 @@ import random
 import select
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -63,9 +64,9 @@ def _streams(start: bytes, more: bytes) -> Callable[[Path], Iterator[None]]:
 
 
 def _talk(
-    more: Callable[[], bytes], start: bytes = b"", *, reads_bytes: int = 1 << 20
+    more: Callable[[], bytes], start: bytes = b"", *, reads_bytes: int = 1 << 20, reads_every_s: float = 0.0
 ) -> Callable[[Path], Iterator[None]]:
-    """The same, with something else to send each time, and reading so many bytes in a turn."""
+    """The same, with something else to send each time, reading so many bytes at a time, at most as often as said."""
 
     def steps(run_dir: Path) -> Iterator[None]:
         def opened() -> socket.socket:
@@ -74,8 +75,12 @@ def _talk(
             return connection
 
         left = {opened(): more() for _ in range(8)}  # what each of them has to send before it begins anew
+        read_s = 0.0
         for turn in itertools.count():
-            readable, writable, _ = select.select(left if reads_bytes else [], left, [], 0.01)
+            now_s = time.monotonic()
+            reads = reads_bytes and now_s >= read_s + reads_every_s
+            read_s = now_s if reads else read_s
+            readable, writable, _ = select.select(left if reads else [], left, [], reads_every_s or 0.01)
             for stream in {*readable, *writable}:
                 try:
                     if stream in readable and not stream.recv(reads_bytes):
@@ -131,7 +136,8 @@ KINDS: Final[dict[str, Callable[[Path], Iterator[None]]]] = {
     ),
     "no requests": _streams(b"", encode_message([b"\xc1"]) * 10_000),
     "unread": _streams(b"", encode_message([_REQUEST]) * 1000),
-    "slow readers": _talk(lambda: encode_message([_REQUEST]) * 1000, reads_bytes=16),
+    "slow readers": _talk(lambda: encode_message([_REQUEST]) * 1000, reads_bytes=16, reads_every_s=0.001),
+    "useful": _talk(lambda: encode_message([_REQUEST]) * 1000),
     "refused": _talk(lambda: encode_message([_REFUSED]) * 1000),
     "mutated frames": _talk(_mutated_frames),
     "mutated stream": _talk(_mutated_stream),

@@ -8,6 +8,7 @@ from kvcached import daemon
 from kvcached.server.attach import AttachServer
 from kvcached.server.connections import Connections
 from kvcached.server.held import HeldBytes
+from kvcached.server.pauses import Pauses
 from kvcached.server.rpc import RpcServer
 from kvcached_client.protocol.curve import CurveReader, CurveServer
 from tests.mutants.mutant import caught_by, rewrite
@@ -45,7 +46,8 @@ def flood_of_connections_taken_as_it_comes(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/rpc/test_server.py::test_connections_of_one_process_take_turns")
 def first_connection_of_a_process_always_first(patch: pytest.MonkeyPatch) -> None:
     """A connection that always has something to be read keeps out the others of its process."""
-    rewrite(patch, RpcServer._on_ready, "ready = ready[start:] + ready[:start]", "ready.sort()")
+    rotated = "[*ready[(start := self._rotation % len(ready)) :], *ready[:start]]"
+    rewrite(patch, RpcServer._on_ready, rotated, "sorted(ready)")
 
 
 @caught_by("tests/access/test_shares.py::test_request_without_its_role_is_refused_and_the_next_one_served")
@@ -103,6 +105,18 @@ def nonce_and_cookie_alone_end_the_handshake(patch: pytest.MonkeyPatch) -> None:
     """Another connection's cookie is taken, and its box opened with that connection's key."""
     rewrite(patch, CurveServer._on_initiate, "body[len(_INITIATE) : nonce_at] != cookie", "False")
     rewrite(patch, CurveServer._begin, "short, cookie = new_pair(), ", "short, cookie = self._keys, ")
+
+
+@caught_by("tests/rpc/test_server.py::test_turn_ends_when_somebody_else_waits")
+def batch_served_to_its_end(patch: pytest.MonkeyPatch) -> None:
+    """A client's requests wait until another one's batch is through."""
+    rewrite(patch, RpcServer._is_awaited, "bool(self._queues) or any", "any(()) and any")
+
+
+@caught_by("tests/rpc/test_pauses.py::test_refusals_of_a_process_count_over_its_connections")
+def refusals_forgotten_with_their_connection(patch: pytest.MonkeyPatch) -> None:
+    """A process sends requests that are refused on and on, each time on a new connection."""
+    rewrite(patch, Pauses.refuse, "self._refused.pop(owner, 0) + size", "(self._refused.clear() or 0) + size")
 
 
 @caught_by("tests/rpc/test_pauses.py::test_process_of_many_refused_requests_is_paused")

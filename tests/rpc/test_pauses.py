@@ -8,11 +8,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from kvcached.server import held as held_module
 from kvcached.server import pauses
+from kvcached.server.connection import Connection
 from kvcached.server.pauses import REFUSED_BYTES_MIN
 from kvcached.server.rpc import RpcServer
 from kvcached.service.pending import Answer
@@ -155,3 +158,40 @@ def test_client_of_a_forgotten_prompt_is_not_paused(
     with RawPeer(serve().path) as peer:
         for number in range(2 * REFUSED_BYTES_MIN // pauses.REFUSED_REQUEST_BYTES):
             assert isinstance(peer.ask(bye(number)), ErrorReply)
+
+
+def test_refusals_of_a_process_count_over_its_connections(
+    serve: Callable[[], Serving], paused: threading.Event
+) -> None:
+    """A process that closes its connection before it has sent too much goes on counting with the next one."""
+    serving = serve()
+    for _ in range(REFUSED_BYTES_MIN // pauses.REFUSED_REQUEST_BYTES):
+        assert not paused.is_set()
+        with RawPeer(serving.path) as peer:
+            assert isinstance(peer.ask(b"\xc1"), ErrorReply)
+    assert paused.wait(PATIENCE_S)
+
+
+def test_process_whose_connection_is_cut_off_is_paused(serve: Callable[[], Serving], paused: threading.Event) -> None:
+    """What is no ZMTP costs its process a pause: the next connection would cost the daemon a handshake."""
+    serving = serve()
+    with RawPeer(serving.path) as other, RawPeer(serving.path) as faulty:
+        assert other.ask(bye(1)) == Goodbye(id=1)
+        faulty.socket.sendall(b"\xff" * 64)
+        assert faulty.receive() is None
+        assert paused.wait(PATIENCE_S)
+        other.send(bye(2))
+        assert served_elsewhere(serving.path)
+        assert 2 not in serving.handler.served
+        serving.end_pause(os.getpid())
+        assert other.reply() == Goodbye(id=2)
+
+
+def test_processes_whose_refusals_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more processes than that, those whose last refusal is longest ago begin anew."""
+    monkeypatch.setattr(pauses, "OWNERS_MAX", 2)
+    remembered = pauses.Pauses(lambda _: None)
+    for owner in (1, 2, 1, 3):
+        remembered.refuse(cast("Connection", SimpleNamespace(owner=owner)), 5)
+
+    assert dict(remembered._refused) == {1: 10, 3: 5}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -356,3 +357,24 @@ def test_peer_that_goes_with_replies_unread_is_noticed(serve: Callable[[], Servi
             peer.socket.close()
     serving.handler.wait_for(lambda: serving.handler.counters["disconnects"] == 1)
     assert serving.handler.served == [1]
+
+
+def test_turn_ends_when_somebody_else_waits(serve: Callable[[], Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes while another connection's batch is served waits for a message or two of it, not for all."""
+    monkeypatch.setattr(server_module, "TURN_NS_MAX", 0)
+    serving = serve()
+    with RawPeer(serving.path) as busy, RawPeer(serving.path) as other:
+        assert other.ask(encode(Bye(id=1))) == Goodbye(id=1)
+        submit = serving.handler.submit
+
+        def submit_and_send(peer: bytes, request: Request, *rest: Any) -> None:
+            if request.id == 10:
+                other.send(encode(Bye(id=99)))
+            submit(peer, request, *rest)
+
+        monkeypatch.setattr(serving.handler, "submit", submit_and_send)
+        busy.socket.sendall(b"".join(encode_message([encode(Bye(id=number))]) for number in range(10, 22)))
+        assert other.reply() == Goodbye(id=99)
+        for number in range(10, 22):
+            assert busy.reply() == Goodbye(id=number)
+    assert serving.handler.served.index(99) <= 4
