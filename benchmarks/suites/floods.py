@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter_ns
+from time import perf_counter_ns, sleep
 from types import MappingProxyType
 from typing import IO, Final, cast
 
@@ -33,6 +33,9 @@ _SLAB_BYTES: Final = 64 << 20
 #: Offloading only: no replica, so the daemon starts no worker and imports no torch.
 CONFIG: Final = f"[host]\nsize_bytes = {2 * _SLAB_BYTES}\nslab_bytes = {_SLAB_BYTES}\n[offload]\n"
 
+#: A daemon that uses fewer ticks of its processor's time, of a hundredth of a second, in this time is idle.
+_IDLE_TICKS: Final = 3
+_LOOK_S: Final = 0.1
 #: By metric: the kinds of `tests.daemon.flooder`.
 FLOODS: Final = {
     "silent_rpc": "silent rpc",
@@ -115,6 +118,7 @@ def measure_beside(
                     with _flooding([part.replace("{run_dir}", str(run_dir)) for part in command]):
                         _measure(case, client, slice_s)
                         case.grown_bytes.append(_resident_bytes(daemon.pid) - resident)
+                    _wait_until_idle(daemon.pid)
                     case.refused += _refused(admin) - refused
                     case.logged_bytes += log.stat().st_size - logged
             grown_bytes, logged_bytes = _resident_bytes(daemon.pid) - start_bytes, log.stat().st_size
@@ -179,6 +183,21 @@ def _flooding(arguments: list[str]) -> Iterator[None]:
             yield
         finally:
             flooder.kill()
+
+
+def _wait_until_idle(pid: int) -> None:
+    """Until the daemon has served what dead peers have left, which would be measured with the next flood.
+
+    Raises:
+        RuntimeError: it does not become idle.
+    """
+    used = -_IDLE_TICKS
+    for _ in range(int(_PATIENCE_S / _LOOK_S)):
+        before, used = used, sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        if used - before < _IDLE_TICKS:
+            return
+        sleep(_LOOK_S)
+    raise RuntimeError("the daemon is busy for nobody")
 
 
 def _resident_bytes(pid: int) -> int:
