@@ -26,7 +26,7 @@ _PEERS_FAULTS: Final = frozenset({Fault.CALLER, Fault.EPOCH})
 #: A connection that is cut off counts as so many: the next one costs its handshake, and its process begins anew.
 CUT_OFF_BYTES: Final = 4 << 20
 #: Of one process, without a pause: a pause for each `recv` would be many timers.
-REFUSED_BYTES_MIN: Final = 1 << 20
+REFUSED_BYTES_MIN: Final = 4 << 20
 #: Processes of which it is known how much was refused; of others, nothing was.
 OWNERS_MAX: Final = 1024
 

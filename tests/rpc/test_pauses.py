@@ -26,6 +26,7 @@ from tests.rpc.test_server import Handler, Serving, bye, serve
 
 __all__ = ["serve"]
 
+_MIB = 1 << 20
 _TOO_LONG = b"\x02" + (FRAME_SIZE_BYTES_MAX + 1).to_bytes(8, "big")
 _ASKS = """
 import sys
@@ -77,10 +78,11 @@ def test_process_that_loses_its_largest_message_is_paused(
     serve: Callable[[], Serving], paused: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages that are dropped for their size together count as refused."""
-    monkeypatch.setattr(held_module, "HELD_BYTES_MAX", 2 * REFUSED_BYTES_MIN)
+    monkeypatch.setattr(pauses, "REFUSED_BYTES_MIN", _MIB)
+    monkeypatch.setattr(held_module, "HELD_BYTES_MAX", 2 * _MIB)
     serving = serve()
     with RawPeer(serving.path) as large, RawPeer(serving.path) as other:
-        large.socket.sendall(b"\x03" + (3 * REFUSED_BYTES_MIN).to_bytes(8, "big") + bytes(2 * REFUSED_BYTES_MIN + 1))
+        large.socket.sendall(b"\x03" + (3 * _MIB).to_bytes(8, "big") + bytes(2 * _MIB + 1))
         assert large.receive() is None
         assert paused.wait(PATIENCE_S)
         other.send(bye(1))
