@@ -38,7 +38,9 @@ def layout(*arrays: npt.NDArray[Any], heads: int = HEADS, shards: int = 0) -> Ca
 
 
 @pytest.mark.parametrize(
-    ("make", "runs"), [(heads_first, 2), (tokens_first, 2 * TOKENS), (keys_and_values_apart, 4)], ids=str
+    ("make", "runs"),
+    [(heads_first, 2), (tokens_first, 2 * TOKENS), (keys_and_values_apart, 4)],
+    ids=["heads first", "tokens first", "K and V apart"],
 )
 def test_layout_is_the_same_on_any_number_of_shards(make: Any, runs: int) -> None:
     """Shards that divide the heads have one canonical layout: a part for each head, and the runs of all layers."""
