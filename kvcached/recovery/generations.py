@@ -147,18 +147,19 @@ class EditionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weights_version: str = ""
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The content of the file.
 
     Attributes:
         format: the file's.
-        layout: as the daemon that wrote it had storage configured.
+        layout: as the daemon that wrote it had storage configured; not written if it is that of the engines, so that
+            daemons that know no other read the record.
         editions: those of namespaces, least recently used first.
         forgets: prefixes, in hex, of the keys that storage has still to forget.
     """
 
     format: Literal[1] = FORMAT
-    layout: StorageLayout = "engine"
+    layout: Literal["canonical"] | msgspec.UnsetType = msgspec.UNSET
     editions: tuple[EditionRecord, ...] = ()
     forgets: tuple[Hex, ...] = ()
 
@@ -168,14 +169,19 @@ def in_layout(record: Record, layout: StorageLayout, replicas: Iterable[ReplicaC
 
     While storage has one layout, clears of engines' namespaces tell nothing of what is stored in the other.
     """
-    if record.layout == layout:
+    if recorded_layout(layout) == record.layout:
         return record
     kept = tuple(
         each
         for each in record.editions
         if any(replica.namespace(each.generation, each.weights_version).hex() == each.namespace for replica in replicas)
     )
-    return structs.replace(record, layout=layout, editions=kept)
+    return structs.replace(record, layout=recorded_layout(layout), editions=kept)
+
+
+def recorded_layout(layout: StorageLayout) -> Literal["canonical"] | msgspec.UnsetType:
+    """A layout as a record has it."""
+    return msgspec.UNSET if layout == "engine" else layout
 
 
 class RecordWriter(Protocol):

@@ -24,7 +24,7 @@ from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHa
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import NO_MEMORY
 from kvcached.process.identity import pid_namespace
-from kvcached.recovery.generations import EditionRecord, Record, RecordWriter
+from kvcached.recovery.generations import EditionRecord, Record, RecordWriter, recorded_layout
 from kvcached.recovery.state_file import (
     HostPoolRecord,
     Ledger,
@@ -322,7 +322,7 @@ class Recorder:
     def _record(self, contents: _Contents) -> Record:
         editions = self._generations.editions.items()
         return Record(
-            layout=self._layout,
+            layout=recorded_layout(self._layout),
             editions=tuple(
                 EditionRecord(namespace=root.hex(), generation=each.generation, weights_version=each.weights_version)
                 for root, each in editions

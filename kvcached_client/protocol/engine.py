@@ -14,6 +14,8 @@ keys (16 bytes a block), slot ranges (int32 pairs) and tokens (int32), little-en
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from kvcached_client.errors import ErrorCode, RequestError, request_error
@@ -236,6 +238,11 @@ Reply = (
     | ErrorReply
 )
 
+#: A message of more than 15 fields begins so under msgspec, also if fewer are sent; MessagePack has a shorter head.
+_LONG_HEAD: Final = b"\xde\0"
+_SHORT_HEAD: Final = 0x80
+_SHORT_MAP: Final = 15
+
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -243,7 +250,10 @@ _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 def encode(header: Header) -> bytes:
     """A header as MessagePack."""
-    return _encoder.encode(header)
+    data = _encoder.encode(header)
+    if data[:2] == _LONG_HEAD and data[2] <= _SHORT_MAP:
+        return bytes((_SHORT_HEAD + data[2],)) + data[3:]
+    return data
 
 
 def decode_request(header: bytes | memoryview) -> Request:

@@ -1,7 +1,8 @@
 """The keyspace, which decides which engines share blocks: a digest of everything that vLLM's block hashes leave out.
 
 If the keyspace contains too much, engines miss each other's blocks; if it contains too little, outputs are wrong. So it
-includes everything that is not known to leave keys and values unchanged.
+includes everything that is not known to leave keys and values unchanged. The number of ranks is not in it: it is part
+of the layout, with which the keyspace makes a namespace.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def canonical_slots_taken_for_heads(patch: pytest.MonkeyPatch) -> None:
 )
 def generations_of_another_layout_believed(patch: pytest.MonkeyPatch) -> None:
     """What was cleared while storage had another layout is found again when it has the one before."""
-    rewrite(patch, generations.in_layout, "record.layout == layout", "True")
+    rewrite(patch, generations.in_layout, "recorded_layout(layout) == record.layout", "True")
 
 
 @caught_by("tests/service/test_offload_clears.py::test_clear_of_one_tells_of_all_that_share_its_blocks_in_storage")

@@ -13,6 +13,7 @@ import msgpack
 import msgspec
 import pytest
 
+from kvcached_client.blocks.host_layout import CanonicalLayout
 from kvcached_client.protocol.attach import (
     Attach,
     AttachReply,
@@ -150,6 +151,26 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
             block_bytes=1 << 36,
             fingerprint=KEYS[16:],
             replicated=True,
+        ),
+        [],
+    ),
+    "hello_offload-canonical": (
+        HelloOffload(
+            id=1,
+            version_min=1,
+            version_max=1,
+            member=MEMBER,
+            engine="engine 1.0",
+            instance=KEYS[:16],
+            label="model",
+            keyspace=KEYS,
+            block_size=16,
+            shards=2,
+            block_bytes=1 << 36,
+            fingerprint=KEYS[16:],
+            read_only=True,
+            replicated=True,
+            canonical=CanonicalLayout(fingerprint=KEYS[:16], parts=8, runs=64),
         ),
         [],
     ),

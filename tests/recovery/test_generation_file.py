@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from kvcached.recovery.generations import EditionRecord, Record, RecordFile, read_record
+from kvcached.config.tables import StorageLayout
+from kvcached.recovery.generations import EditionRecord, Record, RecordFile, read_record, recorded_layout
 
 ROOT = b"r" * 32
 RECORD = Record(
@@ -21,6 +24,19 @@ def test_file_says_what_was_written(tmp_path: Path) -> None:
 
     assert asyncio.run(written(path, RECORD)) == ("", RECORD)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("layout", "told"), [("engine", None), ("canonical", "canonical")])
+def test_file_names_its_format_and_a_layout_that_not_all_daemons_know(
+    tmp_path: Path, layout: StorageLayout, told: str | None
+) -> None:
+    """Each file says of which format it is; one of the engines' layout has no field that an older daemon refuses."""
+    path = tmp_path / "generations.json"
+    record = structs.replace(RECORD, layout=recorded_layout(layout))
+
+    assert asyncio.run(written(path, record)) == ("", record)
+    content = json.loads(path.read_bytes())
+    assert (content["format"], content.get("layout")) == (1, told)
 
 
 async def written(path: Path, record: Record) -> tuple[str, Record | None]:
