@@ -220,12 +220,6 @@ def _pages(count: int, size_bytes: int) -> list[memoryview]:
     return [raw.data[at : at + size_bytes] for at in range(start, start + count * stride, stride)]
 
 
-def _rearrangement(kind: BlockFormat) -> Rearrangement:
-    if kind.canonical is None:
-        raise ValueError("these blocks are stored as they are")
-    return Rearrangement.of(kind.canonical, kind.geometry)
-
-
 def _leaving(kind: BlockFormat, headers: HeaderKind, staged: _Staged) -> tuple[bytes, ...] | None:
     """Checksums of a block that goes to storage, as storage has it; None if its slot holds another, or wrong bytes."""
     slot = staged.slot
@@ -235,7 +229,7 @@ def _leaving(kind: BlockFormat, headers: HeaderKind, staged: _Staged) -> tuple[b
         return None
     if kind.canonical is None:
         return sums
-    rearrangement, (value,) = _rearrangement(kind), staged.parts
+    rearrangement, (value,) = Rearrangement.of(kind.canonical, kind.geometry), staged.parts
     rearrangement.to_canonical(slot.parts, value)
     # After the copy: what was wrong when it was copied, or became wrong meanwhile, still is.
     if sums != tuple(map(xxh3_128_digest, slot.parts)):
@@ -251,7 +245,7 @@ def _arrived(kind: BlockFormat, stored: StoredKind, staged: _Staged) -> tuple[by
         return None
     if kind.canonical is None:
         return block.checksums if frame.is_sound(block, staged.parts) else None
-    rearrangement, (value,) = _rearrangement(kind), staged.parts
+    rearrangement, (value,) = Rearrangement.of(kind.canonical, kind.geometry), staged.parts
     if not frame.is_sound(block, rearrangement.split(value)):
         return None
     # The checksum is of memory that no other process writes: a write into the slot does not get one.
