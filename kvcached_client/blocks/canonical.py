@@ -16,7 +16,7 @@ import msgspec
 from kvcached_client.blocks.host_layout import CANONICAL_PARTS_MAX, CanonicalLayout
 from kvcached_client.blocks.pages import EnginePages, PageTensor
 
-_PERSON: Final = b"kvcached canon 1"
+_PERSON: Final = b"kvcached heads 1"
 
 
 class _Order(NamedTuple):
