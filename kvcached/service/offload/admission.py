@@ -18,7 +18,13 @@ from kvcached.core.session import OffloadSession
 from kvcached.recovery.state_file import NamespaceRecord
 from kvcached.service.admission import check_shard, joining, presented
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
-from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry, host_parts, slots_per_slab
+from kvcached_client.blocks.host_layout import (
+    PIECE_BYTES_MIN,
+    CanonicalLayout,
+    HostGeometry,
+    host_parts,
+    slots_per_slab,
+)
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost
@@ -263,7 +269,7 @@ def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
         raise request_error(
             ErrorCode.WRONG_LAYOUT,
             f"{request.block_bytes} bytes on each of {parts} shards are not {request.canonical.parts} parts in "
-            f"{request.canonical.runs} runs of equal sizes",
+            f"{request.canonical.runs} runs of equal sizes, of {PIECE_BYTES_MIN} bytes at least",
             "declare the canonical layout of these blocks, or none",
         )
     canonical_root = request.canonical_root if share.has_canonical_storage else b""

@@ -39,7 +39,7 @@ def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> Off
         )
     (block_bytes, fingerprint, canonical), replicated = kinds.pop(), is_replicated(config)
     if canonical is not None and not canonical.divides(block_bytes, host_parts(shards, replicated=replicated)):
-        canonical = None  # ranks repeat heads
+        canonical = None  # its pieces are too small: the daemon would refuse it
     return OffloadLayout(config.cache_config.block_size, shards, block_bytes, fingerprint, replicated, canonical)
 
 
