@@ -142,7 +142,7 @@ def test_engine_with_other_shards_reads_what_is_stored(tmp_path: Path, before: i
 
 
 def test_engines_with_other_shards_read_nothing_unless_configured(tmp_path: Path) -> None:
-    """By default blocks are stored as they are: with another number of shards nothing is found, with the same all."""
+    """By default blocks are stored as they are: an engine with another number of shards finds nothing."""
     with started(tmp_path, with_storage(tmp_path / "disk")) as daemon, engines(daemon, 2, 1) as (engine, other):
         engine.store("a")
         backed_up(daemon, BLOCKS)
