@@ -89,6 +89,21 @@ from tests.protocol.storage_messages import STORAGE_REQUESTS
 
 GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden.json").read_text())
 
+_HELLO_OFFLOAD = HelloOffload(
+    id=1,
+    version_min=1,
+    version_max=1,
+    member=MEMBER,
+    engine="engine 1.0",
+    instance=KEYS[:16],
+    label="model",
+    keyspace=KEYS,
+    block_size=16,
+    shards=2,
+    block_bytes=1 << 36,
+    fingerprint=KEYS[16:],
+    replicated=True,
+)
 REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     "hello": (
         Hello(
@@ -136,41 +151,10 @@ REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
     ),
     "declare": (Declare(id=27, epoch=4, request="req-1", tokens=40, hit=3), [KEYS, SLOTS[:8], SLOTS[8:]]),
     "declare_over": (DeclareOver(id=28, epoch=4), []),
-    "hello_offload": (
-        HelloOffload(
-            id=1,
-            version_min=1,
-            version_max=1,
-            member=MEMBER,
-            engine="engine 1.0",
-            instance=KEYS[:16],
-            label="model",
-            keyspace=KEYS,
-            block_size=16,
-            shards=2,
-            block_bytes=1 << 36,
-            fingerprint=KEYS[16:],
-            replicated=True,
-        ),
-        [],
-    ),
+    "hello_offload": (_HELLO_OFFLOAD, []),
     "hello_offload-canonical": (
-        HelloOffload(
-            id=1,
-            version_min=1,
-            version_max=1,
-            member=MEMBER,
-            engine="engine 1.0",
-            instance=KEYS[:16],
-            label="model",
-            keyspace=KEYS,
-            block_size=16,
-            shards=2,
-            block_bytes=1 << 36,
-            fingerprint=KEYS[16:],
-            read_only=True,
-            replicated=True,
-            canonical=CanonicalLayout(fingerprint=KEYS[:16], parts=8, runs=64),
+        msgspec.structs.replace(
+            _HELLO_OFFLOAD, read_only=True, canonical=CanonicalLayout(fingerprint=KEYS[:16], parts=8, runs=64)
         ),
         [],
     ),
