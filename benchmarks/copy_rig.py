@@ -170,9 +170,9 @@ class CopyRig:
         device, host = self.addresses
         starts = (host, device) if to_host else (device, host)
         every = array("q")
-        for pieces, to, origin, _ in batches:
-            for destination, source, size in _triples(pieces):
-                every.extend((destination + to - starts[0], source + origin - starts[1], size))
+        for batch in batches:
+            for destination, source, size in _triples(batch.pieces):
+                every.extend((destination + batch.destination - starts[0], source + batch.source - starts[1], size))
         return every
 
     def block_by_block(self) -> array[int]:

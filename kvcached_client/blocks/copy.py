@@ -32,6 +32,11 @@ _PIECE_NUMBERS: Final = 3
 #: Upper bound of the pieces in a batch of whole blocks (a block with more pieces is a batch of its own), so that the
 #: plan of a large transfer stays small, and one batch is summed while the next ones are copied.
 PIECES_MAX: Final = 2048
+#: Likewise of the bytes: a device begins a batch when all of it has been planned and told. So the first one is small,
+#: and each may be so many times as large as the one before. Threads that copy at once hinder each other in between.
+FIRST_BATCH_BYTES_MAX: Final = 4 << 20
+BATCH_GROWTH: Final = 4
+BATCH_BYTES_MAX: Final = 64 << 20
 #: From so many pieces on, numpy plans them.
 _PIECES_FOR_NUMPY: Final = 256
 
@@ -45,12 +50,14 @@ class Batch(NamedTuple):
         destination: an address.
         source: an address.
         per_block: how many pieces each block has; those of a block follow each other, in the order of the layers.
+        layers: so many more layers of all blocks are copied when this batch is; 0 = the next batches belong to them.
     """
 
     pieces: array[int]
     destination: int
     source: int
     per_block: int = 1
+    layers: int = 0
 
 
 class Copier(Protocol):
@@ -88,8 +95,8 @@ class MemoryCopier:
 
     def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
         """See `Copier.copy_summed`."""
-        for pieces, destination, source, _ in passing(batches):
-            yield copy_summed(pieces, per_sum, destination, source)
+        for batch in passing(batches):
+            yield copy_summed(batch.pieces, per_sum, batch.destination, batch.source)
 
     def layers_at_once(self, page_bytes: int) -> int:
         """See `Copier.layers_at_once`: the next layer can be used the sooner."""
@@ -145,35 +152,42 @@ class CopyPlan:
     def by_layer(
         self, blocks: Sequence[int], places: Sequence[int], groups: Sequence[range] | None = None
     ) -> Iterator[Batch]:
-        """Batches from the host pool to the shard: one for each group of layers, with a piece for each layer and block.
+        """Batches from the host pool to the shard, group by group of the layers, a piece for each block and layer.
 
-        If one layer holds all bytes of a block, blocks that are neighbours on both sides share a piece.
+        A group of many bytes is several batches. If one layer holds all bytes of a block, blocks that are neighbours on
+        both sides share a piece.
 
         Args:
             blocks: on the shard.
             places: of the same blocks in the host pool.
             groups: of `layer_groups`; None = each layer is one.
         """
-        shared: dict[tuple[int, int], array[int]] = {}  # layers with pages of one size share their pieces
+        shared: dict[tuple[int, int, int], array[int]] = {}  # layers with pages of one size share their pieces
         for group in groups or self.layer_groups(lambda _: 1):
-            if len(group) > 1:
-                yield Batch(self._pieces(blocks, places, group, to_host=False), 0, self._host_address, len(group))
-                continue
             layer, inside = self._layers[group.start], self._insides[group.start]
             shape = layer.page_bytes, layer.stride_bytes
-            if shape not in shared:
-                is_whole = shape == (self._block_bytes, self._block_bytes)
-                shared[shape] = (_merged if is_whole else _pages)(blocks, places, *shape)
-            yield Batch(shared[shape], layer.address, self._host_address + inside)
+            count = max(1, BATCH_BYTES_MAX // (layer.page_bytes * len(group)))
+            for first in range(0, len(blocks), count):
+                some, there = blocks[first : first + count], places[first : first + count]
+                done = len(group) if first + count >= len(blocks) else 0
+                if len(group) > 1:
+                    pieces = self._pieces(some, there, group, to_host=False)
+                    yield Batch(pieces, 0, self._host_address, len(group), done)
+                    continue
+                if (first, *shape) not in shared:
+                    is_whole = shape == (self._block_bytes, self._block_bytes)
+                    shared[first, *shape] = (_merged if is_whole else _pages)(some, there, *shape)
+                yield Batch(shared[first, *shape], layer.address, self._host_address + inside, layers=done)
 
     def by_block(self, blocks: Sequence[int], places: Sequence[int], *, to_host: bool) -> Iterator[Batch]:
         """Batches of whole blocks, in either direction; each block has a piece for each layer, in their order."""
-        blocks_max = max(1, PIECES_MAX // len(self._layers))
         layers = range(len(self._layers))
-        for first in range(0, len(blocks), blocks_max):
-            some, there = blocks[first : first + blocks_max], places[first : first + blocks_max]
-            pieces = self._pieces(some, there, layers, to_host=to_host)
+        first, size_bytes = 0, FIRST_BATCH_BYTES_MAX
+        while first < len(blocks):
+            end = first + max(1, min(PIECES_MAX // len(layers), size_bytes // self._block_bytes))
+            pieces = self._pieces(blocks[first:end], places[first:end], layers, to_host=to_host)
             yield Batch(pieces, *((self._host_address, 0) if to_host else (0, self._host_address)), len(layers))
+            first, size_bytes = end, min(BATCH_GROWTH * size_bytes, BATCH_BYTES_MAX)
 
     def _pieces(self, blocks: Sequence[int], places: Sequence[int], layers: range, *, to_host: bool) -> array[int]:
         """For each block, a piece for each of some layers. Addresses on the shard, offsets in the host pool."""

@@ -185,8 +185,8 @@ class BlockTransfers:
         stop = bad[0] if bad else len(work.blocks)
         groups = self._plan.layer_groups(self._copier.layers_at_once)
         batches = self._plan.by_layer(work.blocks[:stop], work.places[:stop], groups)
-        for layers, _ in zip(groups, self._copier.copy(batches), strict=True):
-            for _ in () if bad else layers:
+        for batch in self._copier.copy(batches):
+            for _ in range(0 if bad else batch.layers):
                 layer_done()
         return bad
 

@@ -17,6 +17,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from kvcached_client.blocks.copy import Batch, passing
+from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Event, Stream
 from kvcached_client.cuda.rows import Numbers, Pieces, addressed, by_size, is_small, merged, split
@@ -50,6 +51,7 @@ class CudaCopier:
     def __init__(self, device: Device, host: range) -> None:
         self._host = host
         self._pitch_max = device.attribute("MAX_PITCH")
+        self._allocations = Allocations(device.driver)
         self._known: tuple[array[int], Numbers] = array("q"), np.zeros((0, 3), np.int64)
         self._to_host = device.make_stream()
         try:
@@ -123,7 +125,9 @@ class CudaCopier:
         """Queue a batch; returns the arrays that the driver may read until they are copied."""
         if batch.per_block > 1 and (to_host or self._is_from_host(batch)):
             numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, batch.per_block, 3)
-            rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max)
+            base, column = (batch.source, 1) if to_host else (batch.destination, 0)
+            allocations = self._allocations.starts(numbers[0, :, column] + base)
+            rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max, allocations)
             if rows is not None:
                 stream.copy_rows(rows, to_host=to_host)
         else:

@@ -18,6 +18,13 @@ import numpy.typing as npt
 
 from kvcached_client.errors import DeviceError
 
+try:
+    from kvcached_client.blocks import _native_copy
+except ImportError:  # the extension is built only where a C compiler is installed
+    native_queue_each: Callable[[int, memoryview, int, int], int] | None = None
+else:
+    native_queue_each = _native_copy.queue_each
+
 if TYPE_CHECKING:
     from kvcached_client.cuda.rows import Rows
 
@@ -27,6 +34,8 @@ Opaque = Any
 
 #: Smaller pieces are not copied in batches, which are slow and take multiprocessors from the engine: decision 0065.
 SMALL_PIECE_BYTES = 32 << 10
+#: Of one call: the device begins when the driver has prepared all of them, which takes about a microsecond each.
+CALL_PIECES_MAX: Final = 128
 #: The first version with `cuMemcpyBatchAsync`. Asked for by this number every later driver gives the same function.
 _BATCH_VERSION: Final = 12_080
 #: Of `cuMemcpyBatchAsync`: destinations, sources, sizes, their number, attributes, the first copy of each attribute,
@@ -39,7 +48,6 @@ _COPY_ARGUMENTS: Final = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, cty
 _IN_STREAM_ORDER: Final = 1
 #: `cuMemcpy3DAsync` of this version and of every later one takes 64-bit sizes.
 _ROWS_VERSION: Final = 3020
-_ROWS_ARGUMENTS: Final = (ctypes.c_void_p, ctypes.c_void_p)
 _ON_HOST: Final = 1
 _ON_DEVICE: Final = 2
 #: CUDA_MEMCPY3D, the parameters of `cuMemcpy3DAsync`. What is not named below stays zero.
@@ -131,7 +139,7 @@ class Driver:
         except CudaFailure:
             self.batches = False
         self._copy_one = self._function("cuMemcpyAsync", 4000, _COPY_ARGUMENTS)
-        self._copy_rows = self._function("cuMemcpy3DAsync", _ROWS_VERSION, _ROWS_ARGUMENTS)
+        self._copy_rows = self._address("cuMemcpy3DAsync", _ROWS_VERSION)
 
     @property
     def names(self) -> Opaque:
@@ -159,8 +167,8 @@ class Driver:
     def copy(self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
         """Queue copies on a stream, in any order among themselves; returns how many calls of the driver it took.
 
-        It is one call, unless some pieces are small or the driver has no batches. The arrays must stay alive until the
-        copies are over. Sources are read in the stream's order.
+        It is one for `CALL_PIECES_MAX` of them, unless some pieces are small or the driver has no batches. The arrays
+        must stay alive until the copies are over. Sources are read in the stream's order.
 
         Args:
             destinations: addresses on the device or on the host, contiguous uint64; ranges must not overlap.
@@ -169,20 +177,22 @@ class Driver:
             stream: its handle, not that of a default stream.
 
         Raises:
-            CudaFailure: the driver refused; of a batch nothing was queued, otherwise some of it may be.
+            CudaFailure: the driver refused; some of them may be queued.
         """
         if not self.batches or (sizes < SMALL_PIECE_BYTES).any():
             for piece in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self._check("cuMemcpyAsync", self._copy_one(*piece, stream))
             return len(sizes)
         attributes, first, wrong = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(-1)
-        result = self._copy_batch(
-            *(each.ctypes.data for each in (destinations, sources, sizes)),
-            *(len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), stream),
-        )
-        detail = "" if wrong.value == _UNKNOWN_COPY else f", copy {wrong.value} of {len(sizes)}"
-        self._check("cuMemcpyBatchAsync", result, detail)
-        return 1
+        told = ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), stream
+        columns = [each.ctypes.data for each in (destinations, sources, sizes)]
+        calls = range(0, len(sizes), CALL_PIECES_MAX)
+        for at in calls:
+            count = min(CALL_PIECES_MAX, len(sizes) - at)
+            result = self._copy_batch(*(column + at * sizes.itemsize for column in columns), count, *told)
+            detail = "" if wrong.value == _UNKNOWN_COPY else f", copy {at + wrong.value} of {len(sizes)}"
+            self._check("cuMemcpyBatchAsync", result, detail)
+        return len(calls)
 
     def copy_rows(self, rows: Rows, stream: int, *, to_host: bool) -> int:
         """Queue copies of rows between the device and the host; returns how many calls of the driver it took.
@@ -204,10 +214,8 @@ class Driver:
             parameters[f"{side}_{'host' if is_host else 'device'}"] = addresses
             parameters[f"{side}_pitch"], parameters[f"{side}_height"] = pitches, parts
         parameters["width"], parameters["height"], parameters["depth"] = rows.widths, 1, rows.heights
-        first, copy_rows = parameters.ctypes.data, self._copy_rows
-        for at in range(first, first + parameters.nbytes, _ROWS_PARAMETERS.itemsize):
-            if result := copy_rows(at, stream):
-                self._check("cuMemcpy3DAsync", result)
+        calls = parameters.view(np.uint8).data, _ROWS_PARAMETERS.itemsize, stream
+        self._check("cuMemcpy3DAsync", (native_queue_each or _queue_each)(self._copy_rows, *calls))
         return len(parameters)
 
     def _check(self, call: str, result: int, detail: str = "") -> None:
@@ -216,10 +224,13 @@ class Driver:
 
     def _function(self, name: str, version: int, arguments: tuple[Any, ...]) -> Callable[..., int]:
         """A function of the driver itself. While it runs, other threads of the interpreter go on."""
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(self._address(name, version))
+
+    def _address(self, name: str, version: int) -> int:
         address, *_ = self.call("cuGetProcAddress", name.encode(), version, 0)
         if not int(address):
             raise CudaFailure("cuGetProcAddress", "CUDA_ERROR_NOT_FOUND", f": {name}")
-        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address))
+        return int(address)
 
 
 class Stream:
@@ -337,6 +348,13 @@ class Event:
         handle, self.handle = self.handle, None
         if handle is not None:
             self._driver.call("cuEventDestroy", handle)
+
+
+def _queue_each(function: int, parameters: memoryview, size: int, stream: int) -> int:
+    """Call the driver for every `size` bytes of parameters until it refuses; returns what that call gave, or 0."""
+    call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(function)
+    first = ctypes.addressof(ctypes.c_ubyte.from_buffer(parameters))
+    return next(filter(None, (call(at, stream) for at in range(first, first + parameters.nbytes, size))), 0)
 
 
 def _bindings() -> Opaque:

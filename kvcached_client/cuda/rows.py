@@ -27,6 +27,7 @@ _PARTS_TRIED: Final = 8
 Pieces = tuple[Addresses, Addresses, Addresses]  #: destinations, sources, sizes
 #: Pieces of blocks: [blocks, pieces of a block, 3], as the numbers of a `Batch`.
 Numbers = npt.NDArray[np.int64]
+_NO_PIECES: Final[Pieces] = (np.zeros(0, np.uint64),) * 3
 
 
 class Rows(NamedTuple):
@@ -66,7 +67,25 @@ class _Run(NamedTuple):
     source_parts: int
 
 
-def split(numbers: Numbers, destination: int, source: int, pitch_max: int) -> tuple[Rows | None, Pieces]:
+class _Shape(NamedTuple):
+    """What becomes of the pieces of a block, wherever the block is.
+
+    Attributes:
+        rows: [runs], the first piece of each run of rows.
+        columns: [6, runs], uint64: widths, and all that is behind them in `Rows`.
+        left: the first of the pieces that are one piece each, and no rows.
+        left_sizes: what these have together.
+    """
+
+    rows: Numbers
+    columns: Addresses
+    left: Numbers
+    left_sizes: Numbers
+
+
+def split(
+    numbers: Numbers, destination: int, source: int, pitch_max: int, allocations: Numbers
+) -> tuple[Rows | None, Pieces]:
     """What can be copied as rows, and the pieces that are left; every byte is in one of them.
 
     Args:
@@ -74,27 +93,37 @@ def split(numbers: Numbers, destination: int, source: int, pitch_max: int) -> tu
         destination: what the offsets of destinations are from.
         source: likewise.
         pitch_max: bytes between two rows, at most.
+        allocations: [pieces of a block], names the allocation of the device that each is in. Rows do not leave it.
     """
-    steps = np.diff(numbers, axis=1)
-    if not len(numbers) or (steps != steps[0]).any():  # layers with strides of their own
+    if not len(numbers):
+        return None, addressed(numbers.reshape(-1, 3), destination, source)
+    places = numbers.copy()
+    places[:, :, :2] -= numbers[:, :1, :2]
+    if len(numbers) > 1 and (places[1:] != places[0]).any():  # layers with strides of their own
         return None, addressed(merged(numbers.reshape(-1, 3)), destination, source)
-    numbers = _merged_in_blocks(numbers)
-    runs = _runs(np.ascontiguousarray(numbers[0]).tobytes(), pitch_max)
-    if not runs:
-        return None, addressed(merged(numbers.reshape(-1, 3)), destination, source)
-    taken = {run.first + run.period * row for run in runs for row in range(run.height)}
-    left = numbers[:, [index for index in range(numbers.shape[1]) if index not in taken]]
-    return _rows(numbers, runs, destination, source), addressed(merged(left.reshape(-1, 3)), destination, source)
+    shape = _shape(places[0].tobytes(), (allocations - allocations[0]).tobytes(), pitch_max)
+    pieces = _NO_PIECES
+    if len(shape.left):
+        left = numbers[:, shape.left]
+        left[:, :, 2] = shape.left_sizes
+        pieces = addressed(merged(left.reshape(-1, 3)), destination, source)
+    return _rows(numbers, shape, destination, source) if len(shape.rows) else None, pieces
 
 
-def _merged_in_blocks(numbers: Numbers) -> Numbers:
-    """The same bytes, with pages of a block that are back to back on both sides as one piece."""
-    sizes = numbers[0, :, 2:]
-    follows = (numbers[0, :-1, :2] + sizes[:-1] == numbers[0, 1:, :2]).all(1)
+@lru_cache(maxsize=64)
+def _shape(block: bytes, allocations: bytes, pitch_max: int) -> _Shape:
+    """The shape of a block, of its pieces relative to the first one: the same for all blocks of an engine."""
+    numbers, parts = np.frombuffer(block, np.int64).reshape(-1, 3), np.frombuffer(allocations, np.int64)
+    ends = numbers[:-1, :2] + numbers[:-1, 2:]
+    follows = (ends == numbers[1:, :2]).all(1) & (parts[:-1] == parts[1:])  # back to back on both sides: one piece
     firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
-    fewer = numbers[:, firsts]
-    fewer[:, :, 2] = np.add.reduceat(numbers[:, :, 2], firsts, axis=1)
-    return fewer
+    sizes = np.add.reduceat(numbers[:, 2], firsts)
+    runs = _runs(np.column_stack((numbers[firsts, :2], sizes, parts[firsts])).tolist(), pitch_max)
+    taken = {run.first + run.period * row for run in runs for row in range(run.height)}
+    left = np.array([index for index in range(len(firsts)) if index not in taken], np.int64)
+    rows = np.array([run.first for run in runs], np.int64)
+    columns = np.array([(sizes[run.first], run.height, *run[3:]) for run in runs], np.uint64).reshape(-1, 6)
+    return _Shape(firsts[rows], columns.T.copy(), firsts[left], sizes[left])
 
 
 def merged(numbers: Numbers) -> Numbers:
@@ -133,29 +162,31 @@ def _some(pieces: Pieces, which: npt.NDArray[np.bool]) -> Pieces:
     return destinations, sources, sizes
 
 
-@lru_cache(maxsize=64)
-def _runs(block: bytes, pitch_max: int) -> tuple[_Run, ...]:
-    """The runs of a block's pieces, which are the same in all blocks of an engine."""
-    pieces: list[list[int]] = np.frombuffer(block, np.int64).reshape(-1, 3).tolist()
+def _runs(pieces: list[list[int]], pitch_max: int) -> list[_Run]:
+    """The runs among a block's pieces."""
     tried = [
-        tuple(
+        [
             _Run(start + period * first, height, period, *pitches)
             for start in range(period)
             for first, height, pitches in _even(pieces[start::period], pitch_max)
-        )
+        ]
         for period in _PERIODS
     ]
     return min(tried, key=lambda runs: len(runs) - sum(run.height for run in runs))  # the fewest copies
 
 
 def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int, tuple[int, int, int, int]]]:
-    """What is long enough, and at even distances on both sides: first piece, number of pieces, pitches and parts."""
+    """What is long enough, in one allocation, and at even distances on both sides.
+
+    Returns:
+        First piece, number of pieces, pitches and parts, of each.
+    """
     found: list[tuple[int, int, tuple[int, int, int, int]]] = []
     first = 0
     while first + 1 < len(pieces):
         size, step = pieces[first][2], _step(pieces, first)
         height = 1
-        while first + height < len(pieces) and pieces[first + height][2] == size:
+        while first + height < len(pieces) and pieces[first + height][2:] == pieces[first][2:]:
             if _step(pieces, first + height - 1) != step:
                 break
             height += 1
@@ -179,13 +210,11 @@ def _parts(distance: int, width: int, pitch_max: int) -> int:
 
 def _step(pieces: list[list[int]], index: int) -> tuple[int, int]:
     """From a piece to the next one, in the destination and in the source."""
-    (to, of, _), (next_to, next_of, _) = pieces[index : index + 2]
+    (to, of, *_), (next_to, next_of, *_) = pieces[index : index + 2]
     return next_to - to, next_of - of
 
 
-def _rows(numbers: Numbers, runs: tuple[_Run, ...], destination: int, source: int) -> Rows:
-    firsts, heights, _, *others = zip(*runs, strict=True)
-    return Rows(
-        *addressed(numbers[:, firsts].reshape(-1, 3), destination, source),
-        *(np.tile(np.array(column, np.uint64), len(numbers)) for column in (heights, *others)),
-    )
+def _rows(numbers: Numbers, shape: _Shape, destination: int, source: int) -> Rows:
+    firsts = numbers[:, shape.rows].reshape(-1, 3).astype(np.uint64)
+    columns = np.tile(shape.columns, (1, len(numbers)))
+    return Rows(firsts[:, 0] + np.uint64(destination), firsts[:, 1] + np.uint64(source), *columns)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import product
 from typing import Final
 
 import numpy as np
@@ -125,32 +126,49 @@ def _replaced_memory(device: Device, parts: ExitStack) -> Finding:
 
 
 def _scattered_copies(device: Device, parts: ExitStack) -> Finding:
-    """Blocks that go to scattered slots of memory that came by a descriptor, and back, as a worker copies them."""
-    for page_bytes in _PAGES_BYTES:
-        if not _come_back(device, parts, page_bytes):
-            text = f"pages of {page_bytes >> 10} KiB come back with other bytes"
-            fix = "do not serve device pools on this device, and report it with the driver's version"
+    """Blocks go to scattered slots and back: of memory that came by a descriptor, and of layers made one by one."""
+    for page_bytes, (kind, pages_of) in product(_PAGES_BYTES, _MEMORIES.items()):
+        if not _come_back(device, parts, pages_of(device, parts, page_bytes)):
+            text = f"pages of {page_bytes >> 10} KiB, {kind}, come back with other bytes"
+            fix = "do not serve this device, and report it with the driver's version"
             return Finding(_name(device, _scattered_copies), "fail", text, fix)
     sizes = ", ".join(str(each >> 10) for each in _PAGES_BYTES)
     text = f"{_BLOCKS} blocks of {_LAYERS} layers with pages of {sizes} KiB came back as they were"
     return Finding(_name(device, _scattered_copies), "ok", text)
 
 
-def _come_back(device: Device, parts: ExitStack, page_bytes: int) -> bool:
-    half = _BLOCKS * _LAYERS * page_bytes
-    host = _Pinned(device, parts, 2 * half)
-    made = parts.enter_context(device.make_memory(2 * half))
+def _of_one_memory(device: Device, parts: ExitStack, page_bytes: int) -> list[LayerPages]:
+    """Layers as a worker has them."""
+    strip_bytes = 2 * _BLOCKS * page_bytes
+    made = parts.enter_context(device.make_memory(_LAYERS * strip_bytes))
     descriptor = made.export()
     try:
         opened = parts.enter_context(device.open_memory(descriptor, made.size_bytes))
     finally:
         os.close(descriptor)
+    return [LayerPages(opened.address + layer * strip_bytes, page_bytes, page_bytes) for layer in range(_LAYERS)]
+
+
+def _of_allocations(device: Device, parts: ExitStack, page_bytes: int) -> list[LayerPages]:
+    """Layers as torch makes them for an engine: each has an allocation of its own."""
+    layers = []
+    for _ in range(_LAYERS):
+        address = int(device.driver.call("cuMemAlloc", 2 * _BLOCKS * page_bytes))
+        parts.callback(device.driver.call, "cuMemFree", address)
+        layers.append(LayerPages(address, page_bytes, page_bytes))
+    return layers
+
+
+_MEMORIES: Final = {"in one memory": _of_one_memory, "in an allocation for each layer": _of_allocations}
+
+
+def _come_back(device: Device, parts: ExitStack, pages: list[LayerPages]) -> bool:
+    half = _BLOCKS * sum(layer.page_bytes for layer in pages)
+    host = _Pinned(device, parts, 2 * half)
     copier = CudaCopier(device, range(host.address, host.address + 2 * half))
     parts.callback(copier.close)
-    strip_bytes = 2 * _BLOCKS * page_bytes
-    pages = [LayerPages(opened.address + layer * strip_bytes, page_bytes, page_bytes) for layer in range(_LAYERS)]
     plan = CopyPlan(pages, host.address)
-    random = np.random.default_rng(page_bytes)
+    random = np.random.default_rng(half)
     slots = random.permutation(2 * _BLOCKS)[:_BLOCKS].tolist()
     there, back = (list(range(first, first + half, half // _BLOCKS)) for first in (0, half))
     expected = random.bytes(half)

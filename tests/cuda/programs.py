@@ -26,7 +26,7 @@ from kvcached_client.blocks.copy import Batch
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.layout import KvGroup, Layout
-from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.blocks.pages import BlockPages, EnginePages, LayerPages, pool_geometry
 from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.cuda import driver as cuda_driver
 from kvcached_client.cuda.copier import AHEAD_MAX, CudaCopier
@@ -65,7 +65,9 @@ def registered_read_only(read_only: bool) -> tuple[int, str]:
 class Rig:
     """A device pool of some blocks, a host pool, and transfers between them."""
 
-    def __init__(self, order: Any, *, part_bytes: int, parts: ExitStack, shards: int = 1, layers: int = 3) -> None:
+    def __init__(
+        self, order: Any, *, part_bytes: int, parts: ExitStack, shards: int = 1, layers: int = 3, apart: bool = False
+    ) -> None:
         group = msgspec.structs.replace(GROUP, layers=layers)
         geometry = pool_geometry(Layout(block_size=16, shards=shards, groups=(group,), order=order), SLOTS)
         # With several shards, slabs whose parts are registered by themselves.
@@ -82,11 +84,22 @@ class Rig:
         self.pool.wait()  # all is registered, or nothing more will be
         self.copier = CudaCopier(self.device, range(address, address + self.host.size_bytes))
         parts.callback(self.copier.close)
-        self.pages = geometry.at(self.memory.address)
+        self.pages: BlockPages = geometry.at(self.memory.address)
+        if apart:
+            self.pages = self._made_one_by_one(self.pages, parts)
         self.transfers = BlockTransfers(
             self.pages, self.host, shards - 1, memoryview(self.host_bytes),
             namespace=bytes(16), fingerprint=bytes(16), copier=self.copier,
         )  # fmt: skip
+
+    def _made_one_by_one(self, pages: BlockPages, parts: ExitStack) -> BlockPages:
+        """The same layers, each in an allocation of its own, as torch makes an engine's tensors."""
+        layers = []
+        for layer in pages.layers:
+            address = int(self.device.driver.call("cuMemAlloc", SLOTS * layer.page_bytes))
+            parts.callback(self.device.driver.call, "cuMemFree", address)
+            layers.append(LayerPages(address, layer.page_bytes, layer.page_bytes))
+        return EnginePages(tuple(layers), pages.blocks, bytes(16), (), is_on_cuda=True)
 
     def fill(self, slot: int, value: int) -> None:
         """As a kernel of the engine would: the fake device's memory is the processor's, too."""
@@ -103,9 +116,11 @@ class Rig:
 
 
 @contextmanager
-def rig(order: str = "layer_first", *, part_bytes: int = 1 << 17, shards: int = 1, layers: int = 3) -> Iterator[Rig]:
+def rig(
+    order: str = "layer_first", *, part_bytes: int = 1 << 17, shards: int = 1, layers: int = 3, apart: bool = False
+) -> Iterator[Rig]:
     with ExitStack() as parts:
-        yield Rig(order, part_bytes=part_bytes, parts=parts, shards=shards, layers=layers)
+        yield Rig(order, part_bytes=part_bytes, parts=parts, shards=shards, layers=layers, apart=apart)
 
 
 def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
@@ -113,10 +128,10 @@ def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
     return BlockJob(TransferId(number), 0, (JobSpan(0, b"", keys, array("q", blocks), array("q", slots)),))
 
 
-def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1, layers: int = 3) -> int:
+def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1, layers: int = 3, apart: bool = False) -> int:
     """Store blocks, poison them, load them into others; returns how many blocks were not as they were stored."""
     chance, wrong = random.Random(order), 0
-    with rig(order, shards=shards, layers=layers) as made:
+    with rig(order, shards=shards, layers=layers, apart=apart) as made:
         for number in range(1, rounds + 1):
             blocks = chance.sample(range(SLOTS), 2 * BLOCKS)
             slots = chance.sample(range(made.host.slots), BLOCKS)
@@ -356,10 +371,10 @@ def beside_a_capture() -> list[Any]:
         return [int(graph) != 0, *made.values(1)]
 
 
-def small_round_trip(order: str, verify: bool, layers: int) -> int:
+def small_round_trip(order: str, verify: bool, layers: int, apart: bool = False) -> int:
     """As `round_trip`, with pages that are not copied in batches."""
     cuda_driver.SMALL_PIECE_BYTES = 32 << 10
-    return round_trip(order, verify, 2, 1, layers)
+    return round_trip(order, verify, 2, 1, layers, apart)
 
 
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached_client.cuda.driver import CALL_PIECES_MAX
 from tests.cuda.conftest import RunProgram
 from tests.cuda_driver.trace import Record, broken_rules, calls, ran
 
@@ -44,6 +45,17 @@ def test_transfer_of_a_batch_is_one_call(run_program: RunProgram) -> None:
     ]
 
 
+def test_large_batches_are_several_calls(run_program: RunProgram) -> None:
+    """The driver prepares all pieces of a call before the device begins: many pieces are told some at a time."""
+    done = run_program("round_trip", "layer_first", True, 2, 1, 20, True)
+
+    blocks, layers = 10, 20
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    counts = [each.arguments["count"] for each in batches(done.records)]
+    assert counts == [CALL_PIECES_MAX, blocks * layers - CALL_PIECES_MAX] * 3 + [blocks] * layers
+
+
 def test_layers_of_a_block_are_rows_of_one_copy(run_program: RunProgram) -> None:
     """A store and a load are a copy for each block; a load by layers takes 16 small layers of each at once."""
     done = run_program("small_round_trip", "layer_first", True, 20)
@@ -66,6 +78,17 @@ def test_small_pieces_are_never_copied_in_batches(run_program: RunProgram, order
     assert broken_rules(done.records) == []
     assert not batches(done.records)
     assert bool(calls(done.records, "cuMemcpyAsync")) == (order == "block_first" or layers == 1)
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_rows_are_in_one_allocation(run_program: RunProgram, layers: int) -> None:
+    """Layers in allocations of their own are no rows, be they at even distances: a driver refuses such a copy."""
+    done = run_program("small_round_trip", "layer_first", True, layers, True)
+
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    assert not calls(done.records, "cuMemcpy3DAsync")
+    assert len(calls(done.records, "cuMemGetAddressRange")) == layers
 
 
 @pytest.mark.parametrize("verify", [True, False])

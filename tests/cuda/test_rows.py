@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvcached_client.blocks.copy import Batch, CopyPlan
 from kvcached_client.blocks.pages import LayerPages
+from kvcached_client.cuda import driver as cuda_driver
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.driver import CudaFailure
 from kvcached_client.cuda.rows import SMALL_ROWS_MIN, Pieces, Rows, split
@@ -63,7 +65,7 @@ def blocks_of_pieces(draw: st.DrawFn) -> np.ndarray[tuple[int, int, int], np.dty
 @given(numbers=blocks_of_pieces())
 def test_every_piece_is_copied_once(numbers: np.ndarray[tuple[int, int, int], np.dtype[np.int64]]) -> None:
     """What is left and what rows stand for are the bytes of the pieces, each as often as it was there."""
-    rows, left = split(numbers, 5000, 7000, PITCH_MAX)
+    rows, left = split(numbers, 5000, 7000, PITCH_MAX, in_one(numbers))
 
     pieces = [(to + 5000, of + 7000, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
     assert sorted(bytes_of(unrolled(rows) + listed(left))) == sorted(bytes_of(pieces))
@@ -72,13 +74,26 @@ def test_every_piece_is_copied_once(numbers: np.ndarray[tuple[int, int, int], np
         assert (np.minimum(rows.destination_pitches, rows.source_pitches) >= rows.widths).all()
 
 
-def split_blocks(pages: list[LayerPages]) -> tuple[Rows | None, Pieces, list[tuple[int, int, int]]]:
-    """What becomes of four scattered blocks that go to the host; last, their pieces."""
+def in_one(numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """All pieces of a block are in one allocation."""
+    return np.zeros(numbers.shape[1], np.int64)
+
+
+def split_blocks(
+    pages: list[LayerPages], allocations: list[int] | None = None
+) -> tuple[Rows | None, Pieces, list[tuple[int, int, int]]]:
+    """What becomes of four scattered blocks that go to the host; last, their pieces.
+
+    Args:
+        pages: of the layers.
+        allocations: that these are in; None = one.
+    """
     plan = CopyPlan(pages, host_address=1 << 40)
     block_bytes = sum(page.page_bytes for page in pages)
     (batch,) = plan.by_block([5, 2, 9, 0], [block_bytes * place for place in (7, 1, 3, 0)], to_host=True)
     numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, batch.per_block, 3)
-    return *split(numbers, batch.destination, batch.source, PITCH_MAX), pieces_of([batch])
+    where = in_one(numbers) if allocations is None else np.array(allocations, np.int64)
+    return *split(numbers, batch.destination, batch.source, PITCH_MAX, where), pieces_of([batch])
 
 
 @pytest.mark.parametrize(("layers", "gap"), [(8, 4096), (32, 4096), (33, 5000)])
@@ -90,6 +105,25 @@ def test_block_is_one_copy(layers: int, gap: int) -> None:
     assert rows is not None
     assert rows.heights.tolist() == [layers] * 4
     assert listed(left) == []
+
+
+def test_rows_end_with_their_allocation() -> None:
+    """Layers at even distances in two allocations are rows of two copies, and a single one in a third is a piece."""
+    pages = [LayerPages((1 << 30) + 4096 * layer, 256, 256) for layer in range(20)]
+    rows, left, pieces = split_blocks(pages, [5] * 8 + [6] * 11 + [7])
+
+    assert rows is not None
+    assert rows.heights.tolist() == [8, 11] * 4
+    assert sorted(unrolled(rows) + listed(left)) == pieces
+
+
+def test_pages_back_to_back_in_two_allocations_are_two_pieces() -> None:
+    """No copy leaves its allocation, be it one of bytes that follow each other."""
+    pages = [LayerPages((1 << 30) + 256 * layer, 256, 32 * 256) for layer in range(32)]
+    rows, left, _ = split_blocks(pages, [5] * 16 + [6] * 16)
+
+    assert rows is None or rows.widths.tolist() == [16 * 256] * 4
+    assert sorted(bytes_of(unrolled(rows) + listed(left))) == sorted(bytes_of(split_blocks(pages)[2]))
 
 
 def test_keys_and_values_apart_are_two_copies() -> None:
@@ -184,9 +218,12 @@ def test_groups_of_layers_hold_every_page_once(blocks: int) -> None:
 def pieces_of(batches: Iterable[Batch]) -> list[tuple[int, int, int]]:
     """All pieces of batches, by their addresses."""
     found: list[tuple[int, int, int]] = []
-    for pieces, destination, source, _ in batches:
-        numbers = iter(pieces)
-        found += [(to + destination, of + source, size) for to, of, size in zip(numbers, numbers, numbers, strict=True)]
+    for batch in batches:
+        numbers = iter(batch.pieces)
+        found += [
+            (to + batch.destination, of + batch.source, size)
+            for to, of, size in zip(numbers, numbers, numbers, strict=True)
+        ]
     return sorted(found)
 
 
@@ -209,13 +246,45 @@ class RefusingStream:
 def test_rows_that_are_queued_before_a_refusal_are_waited_for() -> None:
     """A batch of which only some is queued fails when that is over: nobody else would wait for it."""
     stream = RefusingStream()
-    device: Any = SimpleNamespace(make_stream=lambda: stream, attribute=lambda _: PITCH_MAX)
+    driver = SimpleNamespace(call=lambda *_: (0, 1 << 40))  # all is one allocation
+    device: Any = SimpleNamespace(make_stream=lambda: stream, attribute=lambda _: PITCH_MAX, driver=driver)
     copier = CudaCopier(device, range(1 << 20))
     pieces = array("q", [0, 1 << 30, 64, 64, (1 << 30) + 4096, 64, 128, (1 << 30) + 9999, 32])
     with pytest.raises(CudaFailure, match="INVALID_VALUE"):
         list(copier.copy([Batch(pieces, 0, 0, 3)]))
 
     assert stream.done == ["rows", "waited for"]
+
+
+@pytest.mark.parametrize("way", ["native", "ctypes"])
+def test_calls_of_the_driver_end_with_the_first_that_fails(way: str) -> None:
+    """Both ways to queue copies of rows give the driver each one's parameters and the stream, until it refuses one."""
+    queue_each = cuda_driver.native_queue_each if way == "native" else cuda_driver._queue_each
+    if queue_each is None:
+        pytest.skip("the native helper was not built: pip install -e ., with a C compiler")
+    parameters, told = bytearray(range(12)), []
+
+    def call(at: int, stream: int) -> int:
+        told.append((ctypes.string_at(at, 3), stream))
+        return 719 * (ctypes.string_at(at, 1) == b"\x06")
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(call)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+
+    assert queue_each(address, memoryview(parameters), 3, 0xABCD) == 719
+    assert told == [(bytes([first, first + 1, first + 2]), 0xABCD) for first in (0, 3, 6)]
+    assert queue_each(address, memoryview(parameters)[:6], 3, 0xABCD) == 0
+    assert len(told) == 5
+
+
+def test_native_calls_refuse_half_of_the_parameters() -> None:
+    """Parameters that are no whole number of calls are a mistake, and nothing is called."""
+    if cuda_driver.native_queue_each is None:
+        pytest.skip("the native helper was not built: pip install -e ., with a C compiler")
+    for size in (5, 0):
+        with pytest.raises(ValueError, match=f"12 bytes are no multiple of {size}"):
+            cuda_driver.native_queue_each(0, memoryview(bytearray(12)), size, 0)
 
 
 @pytest.mark.parametrize("to_host", [True, False])

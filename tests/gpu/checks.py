@@ -24,7 +24,7 @@ import numpy as np
 from kvcached_client.cuda.device import DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure
 from tests.gpu.rig import Figures, Rig, Sizes, best, one_piece
-from tests.gpu.scattered import crossover, rows_far_apart, small_batches
+from tests.gpu.scattered import crossover, rows_far_apart, rows_in_two_allocations, small_batches
 
 _MIB: Final = 1 << 20
 _ORDER_ROUNDS: Final = 200
@@ -135,7 +135,15 @@ def write_value_order(rig: Rig) -> Figures:
 
 
 CHECKS: Final[tuple[Callable[[Rig], Figures], ...]] = (
-    *(descriptor_keeps_memory, batched_copy, registration, crossover, both_directions, rows_far_apart),
+    *(
+        descriptor_keeps_memory,
+        batched_copy,
+        registration,
+        crossover,
+        both_directions,
+        rows_far_apart,
+        rows_in_two_allocations,
+    ),
     *(small_batches, write_value_order),
 )
 

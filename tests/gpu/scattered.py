@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvcached_client.cuda import driver
+from kvcached_client.cuda.driver import CudaFailure
 from kvcached_client.cuda.rows import ROWS_MIN, split
 from tests.gpu.rig import RUNS, Figures, Rig, best, one_piece, timed
 
@@ -93,8 +94,9 @@ def rows_far_apart(rig: Rig) -> Figures:
                 for copy in range(copies)
             ]
         )
-        up, _ = split(numbers, memory.address, rig.address, pitch_max)
-        down, _ = split(numbers[:, :, [1, 0, 2]], rig.address, memory.address, pitch_max)
+        one = np.zeros(ROWS_MIN, np.int64)
+        up, _ = split(numbers, memory.address, rig.address, pitch_max, one)
+        down, _ = split(numbers[:, :, [1, 0, 2]], rig.address, memory.address, pitch_max, one)
         assert up is not None
         assert down is not None
         stream.copy_rows(up, to_host=False)
@@ -103,6 +105,26 @@ def rows_far_apart(rig: Rig) -> Figures:
         seconds = best(partial(stream.copy_rows, down, to_host=True), stream)
         is_right = rig.host[:size_bytes] == expected
     return {"ok": is_right, "parts": int(up.destination_parts[0]), "gb_per_s": size_bytes / seconds / 1e9}
+
+
+def rows_in_two_allocations(rig: Rig) -> Figures:
+    """What the driver says to rows in two allocations that lie side by side: kvcached makes none. Judges not."""
+    call, width, size_bytes = rig.device.driver.call, 16 << 10, 16 << 20
+    with ExitStack() as parts:
+        stream = parts.enter_context(rig.stream())
+        first, second = sorted(int(call("cuMemAlloc", size_bytes)) for _ in range(2))
+        for each in (first, second):
+            parts.callback(call, "cuMemFree", each)
+        numbers = np.array([[(first, 0, width), (second, width, width)]])
+        rows, _ = split(numbers, 0, rig.address, rig.device.attribute("MAX_PITCH"), np.zeros(2, np.int64))
+        if rows is None:
+            return {"ok": True, "why": f"allocations are {second - first} bytes apart"}
+        try:
+            stream.copy_rows(rows, to_host=False)
+            stream.synchronize()
+        except CudaFailure as error:
+            return {"ok": True, "distance_bytes": second - first, "refused": str(error)}
+    return {"ok": True, "distance_bytes": second - first, "refused": ""}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_client.blocks import copy as block_copy
+from kvcached_client.blocks.copy import Batch
 from kvcached_client.blocks.layout import PageOrder
 from tests.worker.groups import SLOTS
 from tests.worker.host_rigs import BLOCK_BYTES, HOST, HostRig, block_place, host_rig
@@ -54,6 +56,53 @@ def test_blocks_that_are_neighbours_on_one_side_only_are_copied_apart() -> None:
         ]:
             (batch,) = rig.plan.by_layer(*places_of(pairs))
             assert [size // BLOCK_BYTES for size in batch.pieces[2::3]] == wanted
+
+
+def test_first_batch_is_small_and_no_batch_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device begins early, and later batches are as large as may be; every block is in one of them, in its order."""
+    monkeypatch.setattr(block_copy, "FIRST_BATCH_BYTES_MAX", BLOCK_BYTES)
+    monkeypatch.setattr(block_copy, "BATCH_BYTES_MAX", 5 * BLOCK_BYTES)
+    with host_rig("layer_first") as rig:
+        slots, places = places_of([(slot, slot) for slot in range(SLOTS)])
+        batches = list(rig.plan.by_block(slots, places, to_host=True))
+        monkeypatch.setattr(block_copy, "FIRST_BATCH_BYTES_MAX", 1 << 40)
+        (whole,) = rig.plan.by_block(slots, places, to_host=True)
+
+    assert [sum(batch.pieces[2::3]) // BLOCK_BYTES for batch in batches] == [1, 4, 5, 5, 1]
+    assert sum((batch.pieces for batch in batches), array("q")) == whole.pieces
+
+
+@pytest.mark.parametrize("order", ["layer_first", "block_first"])
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_large_layers_are_several_batches(order: PageOrder, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of a group of layers says that they are there, and no other does."""
+    with host_rig(order) as rig:
+        slots, places = places_of([(slot, SLOTS - 1 - slot) for slot in range(SLOTS)])
+        groups = rig.plan.layer_groups(lambda _: at_once)
+        whole = list(rig.plan.by_layer(slots, places, groups))
+        group_bytes = len(groups[0]) * BLOCK_BYTES // rig.plan.pieces_per_block
+        monkeypatch.setattr(block_copy, "BATCH_BYTES_MAX", 4 * group_bytes)
+        batches = list(rig.plan.by_layer(slots, places, groups))
+
+    assert [batch.layers for batch in whole] == [len(group) for group in groups]
+    assert sum(batch.layers for batch in batches) == rig.plan.pieces_per_block
+    per_group = [0]
+    for batch in batches:
+        per_group[-1] += 1
+        per_group += [0] if batch.layers else []
+    assert per_group[-1] == 0
+    assert min(per_group[:-1]) > 1
+    assert _moves(batches) == _moves(whole)
+
+
+def _moves(batches: list[Batch]) -> list[tuple[int, int]]:
+    """Where each byte goes, and from where."""
+    return sorted(
+        (batch.destination + to + at, batch.source + of + at)
+        for batch in batches
+        for to, of, size in zip(*[iter(batch.pieces)] * 3, strict=True)
+        for at in range(0, size, 64)
+    )
 
 
 @pytest.fixture(params=["layer_first", "block_first"])

@@ -55,11 +55,13 @@ def _patch_kv_tensors(module: ModuleType) -> None:
         shape = (blocks, 2, layout.block_size, group.kv_heads, group.head_dim)
         strides = tuple(4 * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         owner = Device(Driver())
-        memory = owner.make_memory(group.layers * blocks * strides[0])
-        _kept.extend((owner, memory))
-        ctypes.memset(memory.address, 0, memory.size_bytes)
-        place = SimpleNamespace(address=memory.address, ordinal=0)
-        arrays = [CudaArray(place, "<f4", shape, layer * blocks * strides[0], strides) for layer in range(group.layers)]
+        _kept.append(owner)
+        # torch makes each tensor in an allocation of its own, and these lie side by side
+        layers = [int(owner.driver.call("cuMemAlloc", blocks * strides[0])) for _ in range(group.layers)]
+        for layer in layers:
+            ctypes.memset(layer, 0, blocks * strides[0])
+        places = [SimpleNamespace(address=layer, ordinal=0) for layer in layers]
+        arrays = [CudaArray(place, "<f4", shape, 0, strides) for place in places]
         pages = EnginePages.of_tensors({f"layers.{layer}": array for layer, array in enumerate(arrays)})
         tensors = [on_cpu(array) for array in arrays]
         views = [(tensor[:, 0], tensor[:, 1]) for tensor in tensors]

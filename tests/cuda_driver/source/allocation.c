@@ -15,8 +15,24 @@ typedef struct {
     size_t size;
 } IpcHandle;
 
+// Where the next allocation goes: as on a device, one lies behind the other, with nothing in between. Copies that do not
+// know where an allocation ends come to the next one.
+static uintptr_t next_place(size_t size) {
+    enum { ROOM_BYTES_LOG2 = 40 };
+    static uintptr_t next;
+    if (next == 0) {
+        void *room = mmap(NULL, (size_t)1 << ROOM_BYTES_LOG2, PROT_NONE, MAP_PRIVATE | MAP_NORESERVE | MAP_ANONYMOUS, -1, 0);
+        if (room == MAP_FAILED) return 0;
+        munmap(room, (size_t)1 << ROOM_BYTES_LOG2);
+        next = ((uintptr_t)room + GRANULE_BYTES - 1) / GRANULE_BYTES * GRANULE_BYTES;
+    }
+    uintptr_t place = next;
+    next += (size + GRANULE_BYTES - 1) / GRANULE_BYTES * GRANULE_BYTES;
+    return place;
+}
+
 static CUresult map_file(CUdeviceptr *address, int descriptor, size_t size, RegionKind kind, int physical) {
-    void *place = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    void *place = mmap((void *)next_place(size), size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (place == MAP_FAILED) {
         close(descriptor);
         return refuse(CUDA_ERROR_OUT_OF_MEMORY, "the process has no room for one more mapping");

@@ -175,10 +175,21 @@ static CUresult check_kind(const RowsSide *side, Side found) {
     return is_right ? CUDA_SUCCESS : refuse(CUDA_ERROR_INVALID_VALUE, "the memory is not of the type that is given");
 }
 
+// From the first byte to the last one it is one memory: a device refuses rows in several allocations, or with nothing
+// mapped in between. Mappings side by side are one memory.
+static CUresult check_hull(const RowsSide *side, const Rows *rows, uintptr_t address, bool is_written) {
+    Side found;
+    uint64_t serials;
+    size_t lines = (rows->depth - 1) * side->height + rows->height - 1;
+    return range_check(address, lines * side->pitch + rows->width, is_written, "rows", &found, &serials);
+}
+
 static CUresult fill_rows(Batch *batch, const Rows *rows) {
     uintptr_t to, from;
     CUresult result = check_side(&rows->destination, rows, &to);
     if (result == CUDA_SUCCESS) result = check_side(&rows->source, rows, &from);
+    if (result == CUDA_SUCCESS) result = check_hull(&rows->destination, rows, to, true);
+    if (result == CUDA_SUCCESS) result = check_hull(&rows->source, rows, from, false);
     for (size_t each = 0; each < batch->count && result == CUDA_SUCCESS; each++) {
         size_t plane = each / rows->height, line = each % rows->height;
         Piece *piece = &batch->pieces[each];
