@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from kvcached_client.errors import DeviceError
 
+native_queue_each: Callable[[int, memoryview, int, int], int] | None
 try:
-    from kvcached_client.blocks import _native_copy
+    from kvcached_client.blocks._native_copy import queue_each as native_queue_each
 except ImportError:  # the extension is built only where a C compiler is installed
-    native_queue_each: Callable[[int, memoryview, int, int], int] | None = None
-else:
-    native_queue_each = _native_copy.queue_each
+    native_queue_each = None
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.rows import Rows
