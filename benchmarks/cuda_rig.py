@@ -111,10 +111,14 @@ class CudaRig:
         assert not bad
         return arrivals[0] - start
 
+    def store(self) -> None:
+        """A whole store, with checksums and headers."""
+        self._transfers.store(self._job(self._sources), epoch=1)
+
     def check(self) -> None:
         """Refuse to report times of copies that do not arrive: store, load elsewhere, compare every block."""
         _carry_out(self._storing, self._plan.by_block(self._sources, self._places_apart(), to_host=False))
-        self._transfers.store(self._job(self._sources), epoch=1)
+        self.store()
         self.load(verify=True)
         assert self._content(self._sources) == self._content(self._targets)
         self.copy_to_host()

@@ -97,6 +97,7 @@ def _measure(device: Device, rounds: int) -> Iterator[Result]:
                 rig = CudaRig(device, layout, _COPY_BYTES, parts)
                 rig.check()
                 details += _scattered(rig, shape, target, rounds)
+                details += _summed(rig, shape, rounds)
                 details += _layer_by_layer(rig, shape, target, rounds) if rig.layers > 1 else ()
         ratios = [each.value for each in details if each.metric.endswith("_over_one_copy_ratio")]
         yield judge("cuda", f"{kind}_over_one_copy_ratio", min(ratios), "ratio", target=target)
@@ -125,6 +126,22 @@ def _scattered(rig: CudaRig, shape: str, target: Targets, rounds: int) -> Iterat
         yield judge("cuda", f"{shape}_{kind}_gb_per_s", speed, "GB/s", floor=floor)
     together = 2 / best["both"] / (1 / best["store"] + 1 / best["load"])
     yield judge("cuda", f"{shape}_both_ways_over_sum_ratio", together, "ratio", target=target and _BOTH_WAYS)
+
+
+def _summed(rig: CudaRig, shape: str, rounds: int) -> Iterator[Result]:
+    """Transfers whose bytes the processors sum, as well: all stores, and loads of what crossed a restart."""
+    best = _best(
+        {
+            "summed_store": rig.store,
+            "store_one_copy": rig.one_copy_to_host,
+            "verified_load": lambda: rig.load(verify=True),
+            "load_one_copy": rig.one_copy_to_device,
+        },
+        rounds,
+    )
+    for kind, one_copy in (("summed_store", "store"), ("verified_load", "load")):
+        speed, floor = (rig.size_bytes / best[name] / 1e9 for name in (kind, f"{one_copy}_one_copy"))
+        yield judge("cuda", f"{shape}_{kind}_gb_per_s", speed, "GB/s", floor=floor)
 
 
 def _layer_by_layer(rig: CudaRig, shape: str, target: Targets, rounds: int) -> Iterator[Result]:

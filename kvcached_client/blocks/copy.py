@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple, Protocol
 
 from xxhash import xxh3_128
 
+from kvcached_client.blocks.checksums import Checksums, Runs
 from kvcached_client.blocks.pages import LayerPages
 from kvcached_client.failpoints import failpoint
 
@@ -80,6 +81,12 @@ class Copier(Protocol):
             For each batch, the xxh3_128 of its blocks, 16 bytes a block.
         """
 
+    def sums(self, blocks: Iterable[Runs]) -> Generator[bytes]:
+        """The xxh3_128 of blocks in the memory of this process.
+
+        Take all of them, or close the generator: until then other threads may read the memory.
+        """
+
     def layers_at_once(self, page_bytes: int) -> int:
         """How many layers with pages of a size are best copied by one batch."""
 
@@ -97,6 +104,10 @@ class MemoryCopier:
         """See `Copier.copy_summed`."""
         for batch in passing(batches):
             yield copy_summed(batch.pieces, per_sum, batch.destination, batch.source)
+
+    def sums(self, blocks: Iterable[Runs]) -> Generator[bytes]:
+        """See `Copier.sums`: this thread makes them, since processors are the engine's."""
+        return Checksums(threads=0).each(blocks)
 
     def layers_at_once(self, page_bytes: int) -> int:
         """See `Copier.layers_at_once`: the next layer can be used the sooner."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain, islice
 from typing import Final, NamedTuple
-
-from xxhash import xxh3_128_digest
 
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.copy import Batch, Copier, CopyPlan, MemoryCopier
@@ -74,7 +73,8 @@ class BlockTransfers:
         self._host = host
         self._shard = shard
         self._memory = memoryview(memory).cast("B")
-        self._plan = CopyPlan(pages.layers, ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory)))
+        self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
+        self._plan = CopyPlan(pages.layers, self._address)
         self._copier: Copier = copier or MemoryCopier()
         self._confirm = confirm
         self._namespace = namespace
@@ -199,12 +199,12 @@ class BlockTransfers:
             at = end
 
     def _bad_blocks(self, work: _Blocks, stored: Sequence[bytes | None], doubted: set[int]) -> Iterator[int]:
-        size = self._host.block_bytes
-        for index, (checksum, place) in enumerate(zip(stored, work.places, strict=True)):
-            if checksum is None or (
-                index in doubted and checksum != xxh3_128_digest(self._memory[place : place + size])
-            ):
-                yield index
+        base, size = self._address, self._host.block_bytes
+        summed = (work.places[index] for index in range(len(stored)) if index in doubted and stored[index] is not None)
+        with closing(self._copier.sums([(base + place, size)] for place in summed)) as sums:
+            for index, checksum in enumerate(stored):
+                if checksum is None or (index in doubted and checksum != next(sums)):
+                    yield index
 
     def _to_shard(self, work: _Blocks, indices: Sequence[int]) -> Iterator[Batch]:
         """Batches of some blocks of a load."""

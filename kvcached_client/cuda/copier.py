@@ -6,16 +6,14 @@ itself would not merge them. Pieces at even distances are the rows of one copy.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128
 
+from kvcached_client.blocks.checksums import Checksums, Runs, ended
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.device import Device
@@ -52,6 +50,7 @@ class CudaCopier:
         self._host = host
         self._pitch_max = device.attribute("MAX_PITCH")
         self._allocations = Allocations(device.driver)
+        self._checksums = Checksums()
         self._known: tuple[array[int], Numbers] = array("q"), np.zeros((0, 3), np.int64)
         self._to_host = device.make_stream()
         try:
@@ -83,14 +82,23 @@ class CudaCopier:
             _abandon(queued)
 
     def copy_summed(self, batches: Iterable[Batch], per_sum: int) -> Iterator[bytes]:
-        """See `Copier.copy_summed`. The bytes are summed on the host, after the copy.
+        """See `Copier.copy_summed`. The bytes are summed on the host, after the copy, while further batches are copied.
 
         Where the host is the source somebody may write the slot between the copy and the sum. Its header tells of that.
         """
-        for batch in self.copy(batches):
-            to_host = self._is_to_host(batch)
-            offsets, base = batch.pieces[0 if to_host else 1 :: 3], batch.destination if to_host else batch.source
-            yield _sums([base + offset for offset in offsets], batch.pieces[2::3], per_sum)
+        with ended([]) as under_way:
+            for batch in self.copy(batches):
+                before = len(under_way)
+                under_way.extend(self._checksums.begin(self._blocks_of(batch, per_sum)))
+                if before:
+                    yield b"".join(part.result() for part in under_way[:before])
+                    del under_way[:before]
+            if under_way:
+                yield b"".join(part.result() for part in under_way)
+
+    def sums(self, blocks: Iterable[Runs]) -> Generator[bytes]:
+        """See `Copier.sums`."""
+        return self._checksums.each(blocks)
 
     def move(self, batch: Batch) -> None:
         """Copy pieces between any memory of the device and of this process; return when they are where they belong."""
@@ -106,6 +114,7 @@ class CudaCopier:
         Raises:
             CudaFailure: the device has failed.
         """
+        self._checksums.close()
         try:
             self._to_host.finish()
         finally:
@@ -146,6 +155,16 @@ class CudaCopier:
             self._known = known
         return addressed(known[1], batch.destination, batch.source)
 
+    def _blocks_of(self, batch: Batch, per_sum: int) -> list[Runs]:
+        """The bytes of each block of a batch, on the host. In the host pool, they are one run."""
+        to_host = self._is_to_host(batch)
+        base, column = (batch.destination, 0) if to_host else (batch.source, 1)
+        pieces = np.frombuffer(batch.pieces, np.int64).reshape(-1, per_sum, 3)
+        starts, sizes = pieces[:, :, column] + base, pieces[:, :, 2]
+        if (starts[:, :-1] + sizes[:, :-1] == starts[:, 1:]).all():
+            return [[run] for run in zip(starts[:, 0].tolist(), sizes.sum(1).tolist(), strict=True)]
+        return [list(zip(*block, strict=True)) for block in zip(starts.tolist(), sizes.tolist(), strict=True)]
+
     def _is_to_host(self, batch: Batch) -> bool:
         return bool(batch.pieces) and batch.destination + batch.pieces[0] in self._host
 
@@ -167,18 +186,3 @@ def _finished(queued: deque[_UnderWay]) -> Batch:
     over = queued.popleft()
     over.event.close()
     return over.batch
-
-
-def _sums(addresses: list[int], sizes: Iterable[int], per_sum: int) -> bytes:
-    """xxh3_128 of each group's bytes on the host."""
-    pieces = list(zip(addresses, sizes, strict=True))
-    return b"".join(_sum(pieces[first : first + per_sum]) for first in range(0, len(pieces), per_sum))
-
-
-def _sum(pieces: list[tuple[int, int]]) -> bytes:
-    if all(at + size == after for (at, size), (after, _) in pairwise(pieces)):  # a block of the host pool is one run
-        pieces = [(pieces[0][0], sum(size for _, size in pieces))]
-    checksum = xxh3_128()
-    for address, size in pieces:
-        checksum.update((ctypes.c_ubyte * size).from_address(address))
-    return checksum.digest()

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvcached.worker.executor import Executor, Task
 from kvcached.worker.messages import Done, Load, Request, Shutdown, Store
+from kvcached_client.blocks import checksums
 from kvcached_client.blocks.copy import Batch
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
@@ -377,12 +378,19 @@ def small_round_trip(order: str, verify: bool, layers: int, apart: bool = False)
     return round_trip(order, verify, 2, 1, layers, apart)
 
 
+def summed_by_threads(verify: bool) -> int:
+    """As `round_trip`, where the machine has processors to spare."""
+    checksums.PART_BYTES = 1 << 10  # type: ignore[misc]  # a block or two
+    checksums.spare_threads = lambda: 3
+    return round_trip("layer_first", verify, 4, 1, 9)
+
+
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     each.__name__: each
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export, elsewhere),
         *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy, registered_read_only),
-        small_round_trip,
+        *(small_round_trip, summed_by_threads),
     )
 }
 

@@ -45,6 +45,16 @@ def test_transfer_of_a_batch_is_one_call(run_program: RunProgram) -> None:
     ]
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_blocks_are_summed_by_threads(run_program: RunProgram, verify: bool) -> None:
+    """Checksums that several threads make are those of the blocks: loads find none that differs."""
+    done = run_program("summed_by_threads", verify)
+
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    assert done.granules == 0
+
+
 def test_large_batches_are_several_calls(run_program: RunProgram) -> None:
     """The driver prepares all pieces of a call before the device begins: many pieces are told some at a time."""
     done = run_program("round_trip", "layer_first", True, 2, 1, 20, True)
