@@ -8,6 +8,8 @@ from kvcached.recovery import device_pools
 from kvcached.replica_start import Holder
 from kvcached.service import state_writer
 from kvcached.worker.cuda_memory import CudaMemory
+from kvcached_client.blocks import checksums
+from kvcached_client.blocks.copy import CopyPlan
 from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.copy_process.main import Copying
 from kvcached_client.cuda import copier, device, driver, host, mapping, rows
@@ -80,13 +82,38 @@ def cuda_refused_batch_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/cuda/test_rows.py::test_layers_with_strides_of_their_own_are_pieces")
 def cuda_strides_taken_for_equal(patch: pytest.MonkeyPatch) -> None:
     """All blocks are copied with the distances of the first one, though layers have strides of their own."""
-    rewrite(patch, rows.split, "(steps != steps[0]).any()", "False")
+    rewrite(patch, rows.split, "(places[1:] != places[0]).any()", "False")
 
 
 @caught_by("tests/cuda/test_copier.py::test_layers_of_a_block_are_rows_of_one_copy")
 def cuda_rows_told_as_one_layer(patch: pytest.MonkeyPatch) -> None:
     """Layers that arrive together are told of as one: the engine waits for the others forever."""
-    rewrite(patch, BlockTransfers.load_by_layer, "() if bad else layers", "() if bad else layers[:1]")
+    rewrite(patch, BlockTransfers.load_by_layer, "0 if bad else batch.layers", "0 if bad else min(1, batch.layers)")
+
+
+@caught_by("tests/cuda/test_copier.py::test_rows_are_in_one_allocation")
+def cuda_rows_leave_their_allocation(patch: pytest.MonkeyPatch) -> None:
+    """Layers that torch has made one by one are rows of one copy where they lie at even distances: it is refused."""
+    where = "self._allocations.starts(numbers[0, :, column] + base)"
+    rewrite(patch, CudaCopier._send, where, "np.zeros(batch.per_block, np.int64)")
+
+
+@caught_by("tests/cuda/test_rows.py::test_pages_back_to_back_in_two_allocations_are_two_pieces")
+def cuda_piece_leaves_its_allocation(patch: pytest.MonkeyPatch) -> None:
+    """Pages back to back are one piece, though one allocation ends between them."""
+    rewrite(patch, rows._shape.__wrapped__, " & (parts[:-1] == parts[1:])", "")
+
+
+@caught_by("tests/worker/test_copier.py::test_large_layers_are_several_batches")
+def cuda_layer_told_with_its_first_batch(patch: pytest.MonkeyPatch) -> None:
+    """A layer is said to be there when the first of its batches is."""
+    rewrite(patch, CopyPlan.by_layer, "if first + count >= len(blocks)", "if not first")
+
+
+@caught_by("tests/client/test_checksums.py::test_end_waits_for_threads_that_read")
+def cuda_memory_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Threads still sum blocks when a transfer is over, and the host pool may be unmapped."""
+    rewrite(patch, checksums.ended, "wait(under_way)", "pass")
 
 
 @caught_by("tests/cuda/test_streams.py::test_kernels_behind_a_load_that_is_late")
