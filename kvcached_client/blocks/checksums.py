@@ -10,7 +10,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Final, TypeAlias
 
 from xxhash import xxh3_128
@@ -21,8 +21,9 @@ from kvcached_client.blocks.header import CHECKSUM_BYTES
 THREADS_MAX: Final = 4
 #: A thread for so many processors.
 PROCESSORS_EACH: Final = 4
-#: What a thread sums at a time, or one block, if that has more.
-PART_BYTES: Final = 2 << 20
+#: What a thread sums at a time, or one block, if that has more. To hand it to a thread takes as long as to sum 1 MiB.
+PART_BYTES: Final = 8 << 20
+HANDED_BYTES_MIN: Final = 1 << 20
 
 #: The bytes of one block: addresses and sizes, in their order.
 Runs: TypeAlias = Sequence[tuple[int, int]]
@@ -39,34 +40,40 @@ class Checksums:
         self.threads: Final = spare_threads() if threads is None else threads
         self._pool = ThreadPoolExecutor(self.threads, "kvcached-sums") if self.threads else None
 
-    def begin(self, blocks: Sequence[Runs]) -> list[Future[bytes]]:
+    def begin(self, blocks: Iterable[Runs]) -> list[Future[bytes]]:
         """Sum blocks. The results, one after the other, are the xxh3_128 of each block.
 
-        A thread may read the memory until all of them are there, see `ended`. What one thread does as fast is done at
-        once.
+        A thread may read the memory until all of them are there, see `ended`.
         """
-        parts = list(_parts(blocks))
-        if self._pool is not None and len(parts) > 1:
-            return [self._pool.submit(_sums, part) for part in parts]
-        return [_done(_sums(part)) for part in parts]
+        return list(map(self._begin, _parts(blocks)))
 
     def each(self, blocks: Iterable[Runs]) -> Generator[bytes]:
         """The xxh3_128 of each block. No more is summed ahead of who takes the sums than threads sum at once.
 
         Take all of them, or close the generator.
         """
-        left = iter(blocks)
-        for first in left:
-            ahead = max(1, self.threads) * max(1, PART_BYTES // max(1, _size(first))) - 1
-            with ended(self.begin([first, *islice(left, ahead)])) as under_way:
-                for part in under_way:
-                    sums = part.result()
-                    yield from (sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES))
+        parts = _parts(blocks)
+        with ended([]) as under_way:
+            under_way.extend(map(self._begin, islice(parts, self.threads)))
+            for part in chain(parts, repeat(None)):
+                if part is not None:
+                    under_way.append(self._begin(part))
+                if not under_way:
+                    return
+                sums = under_way.pop(0).result()
+                yield from (sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES))
 
     def close(self) -> None:
         """End the threads. All that was begun has ended."""
         if self._pool is not None:
             self._pool.shutdown()
+
+    def _begin(self, part: list[Runs]) -> Future[bytes]:
+        if self._pool is not None and sum(map(_size, part)) >= HANDED_BYTES_MIN:
+            return self._pool.submit(_sums, part)
+        done: Future[bytes] = Future()
+        done.set_result(_sums(part))
+        return done
 
 
 @contextmanager
@@ -86,15 +93,17 @@ def spare_threads() -> int:
     return threads if threads > 1 else 0
 
 
-def _parts(blocks: Sequence[Runs]) -> Iterator[Sequence[Runs]]:
-    first = size = 0
-    for index, runs in enumerate(blocks):
-        if size and size + _size(runs) > PART_BYTES:
-            yield blocks[first:index]
-            first, size = index, 0
+def _parts(blocks: Iterable[Runs]) -> Iterator[list[Runs]]:
+    part: list[Runs] = []
+    size = 0
+    for runs in blocks:
+        part.append(runs)
         size += _size(runs)
-    if first < len(blocks):
-        yield blocks[first:]
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _size(runs: Runs) -> int:
@@ -110,9 +119,3 @@ def _sum(runs: Runs) -> bytes:
     for address, size in runs:
         checksum.update((ctypes.c_ubyte * size).from_address(address))
     return checksum.digest()
-
-
-def _done(sums: bytes) -> Future[bytes]:
-    future: Future[bytes] = Future()
-    future.set_result(sums)
-    return future

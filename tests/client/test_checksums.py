@@ -44,6 +44,7 @@ def test_sums_are_those_of_the_blocks(
 ) -> None:
     """In the order of the blocks, however many threads share them, and however they share them."""
     monkeypatch.setattr(checksums, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(checksums, "HANDED_BYTES_MIN", 0)
     _memory, blocks, expected = blocks_of(sizes)
 
     assert b"".join(part.result() for part in made.begin(blocks)) == b"".join(expected)
@@ -53,18 +54,20 @@ def test_sums_are_those_of_the_blocks(
 def test_only_some_blocks_are_summed_ahead(made: Checksums, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who stops at the first wrong sum has not had all blocks summed."""
     monkeypatch.setattr(checksums, "PART_BYTES", 1400)
+    monkeypatch.setattr(checksums, "HANDED_BYTES_MIN", 0)
     _memory, blocks, expected = blocks_of([700] * 40)
     left = iter(blocks)
     sums = made.each(left)
 
     assert next(sums) == expected[0]
-    assert len(list(left)) == 40 - 2 * max(1, made.threads)
+    assert len(list(left)) == 40 - 2 * (made.threads + 1)
     sums.close()
 
 
 def test_end_waits_for_threads_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory may be unmapped afterwards: what has begun is over, and what has not begun never does."""
     monkeypatch.setattr(checksums, "PART_BYTES", 1)
+    monkeypatch.setattr(checksums, "HANDED_BYTES_MIN", 0)
     _memory, blocks, _ = blocks_of([50] * 9)
     goes_on, begun, over = threading.Event(), threading.Semaphore(0), []
 
@@ -82,6 +85,25 @@ def test_end_waits_for_threads_that_read(monkeypatch: pytest.MonkeyPatch) -> Non
         threading.Timer(0.05, goes_on.set).start()
     assert len(over) == 2
     summing.close()
+
+
+def test_few_bytes_are_summed_by_who_asks() -> None:
+    """A thread would have to wake up for them; a part of many bytes is a thread's."""
+    summing, summed_by = Checksums(2), list[str]()
+    _memory, blocks, _ = blocks_of([4000, checksums.HANDED_BYTES_MIN])
+
+    def by(_: list[Runs]) -> bytes:
+        summed_by.append(threading.current_thread().name)
+        return b""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "_sums", by)
+        for block in blocks:
+            summing.begin([block])[0].result()
+    summing.close()
+
+    assert summed_by[0] == threading.current_thread().name
+    assert summed_by[1].startswith("kvcached-sums")
 
 
 @pytest.mark.parametrize(("processors", "threads"), [(1, 0), (4, 0), (7, 0), (8, 2), (16, 4), (192, 4)])
