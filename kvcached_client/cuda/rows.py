@@ -75,12 +75,14 @@ class _Shape(NamedTuple):
         columns: [6, runs], uint64: widths, and all that is behind them in `Rows`.
         left: the first of the pieces that are one piece each, and no rows.
         left_sizes: what these have together.
+        left_allocations: that these are in.
     """
 
     rows: Numbers
     columns: Addresses
     left: Numbers
     left_sizes: Numbers
+    left_allocations: Numbers
 
 
 def split(
@@ -100,13 +102,13 @@ def split(
     places = numbers.copy()
     places[:, :, :2] -= numbers[:, :1, :2]
     if len(numbers) > 1 and (places[1:] != places[0]).any():  # layers with strides of their own
-        return None, addressed(merged(numbers.reshape(-1, 3)), destination, source)
+        return None, addressed(_merged(numbers, allocations), destination, source)
     shape = _shape(places[0].tobytes(), (allocations - allocations[0]).tobytes(), pitch_max)
     pieces = _NO_PIECES
     if len(shape.left):
         left = numbers[:, shape.left]
         left[:, :, 2] = shape.left_sizes
-        pieces = addressed(merged(left.reshape(-1, 3)), destination, source)
+        pieces = addressed(_merged(left, shape.left_allocations), destination, source)
     return _rows(numbers, shape, destination, source) if len(shape.rows) else None, pieces
 
 
@@ -123,13 +125,26 @@ def _shape(block: bytes, allocations: bytes, pitch_max: int) -> _Shape:
     left = np.array([index for index in range(len(firsts)) if index not in taken], np.int64)
     rows = np.array([run.first for run in runs], np.int64)
     columns = np.array([(sizes[run.first], run.height, *run[3:]) for run in runs], np.uint64).reshape(-1, 6)
-    return _Shape(firsts[rows], columns.T.copy(), firsts[left], sizes[left])
+    return _Shape(firsts[rows], columns.T.copy(), firsts[left], sizes[left], parts[firsts][left])
 
 
-def merged(numbers: Numbers) -> Numbers:
-    """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied."""
-    ends = numbers[:-1, :2] + numbers[:-1, 2:]
-    first = np.flatnonzero(np.concatenate((np.ones(min(len(numbers), 1), np.bool), (ends != numbers[1:, :2]).any(1))))
+def _merged(blocks: Numbers, allocations: Numbers) -> Numbers:
+    """As few copies as possible of pieces of blocks, none of which leaves its allocation."""
+    where = np.tile(allocations, len(blocks))
+    return merged(blocks.reshape(-1, 3), where[:-1] != where[1:])
+
+
+def merged(numbers: Numbers, apart: npt.NDArray[np.bool] | None = None) -> Numbers:
+    """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied.
+
+    Args:
+        numbers: of pieces.
+        apart: whether each piece and the next one are two copies in any case; None = no two are.
+    """
+    begins = (numbers[:-1, :2] + numbers[:-1, 2:] != numbers[1:, :2]).any(1)
+    if apart is not None:
+        begins |= apart
+    first = np.flatnonzero(np.concatenate((np.ones(min(len(numbers), 1), np.bool), begins)))
     fewer = numbers[first]
     if len(first) < len(numbers):
         fewer[:, 2] = np.add.reduceat(numbers[:, 2], first)
