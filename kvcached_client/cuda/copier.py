@@ -6,6 +6,7 @@ itself would not merge them. Pieces at even distances are the rows of one copy.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -22,6 +23,8 @@ from kvcached_client.cuda.rows import Numbers, Pieces, addressed, by_size, is_sm
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import Mark
+
+_log: Final = logging.getLogger(__name__)
 
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
 AHEAD_MAX: Final = 2
@@ -51,6 +54,7 @@ class CudaCopier:
         self._pitch_max = device.attribute("MAX_PITCH")
         self._allocations = Allocations(device.driver)
         self._checksums = Checksums()
+        self._has_told = False  #: of small pieces
         self._known: tuple[array[int], Numbers] = array("q"), np.zeros((0, 3), np.int64)
         self._to_host = device.make_stream()
         try:
@@ -142,6 +146,12 @@ class CudaCopier:
         else:
             pieces = self._pieces(batch)
         small, large = by_size(pieces)
+        if batch.per_block > 1 and len(small[0]) and not self._has_told:
+            self._has_told = True
+            _log.info(
+                "%d of %d small pieces of a batch are copied one by one, 2 to 3 us each: layers in one allocation, at"
+                " even distances, would be one copy for each block", len(small[0]), len(batch.pieces) // 3,
+            )  # fmt: skip
         for some in (small, large):
             if len(some[0]):
                 stream.copy(*some)

@@ -99,6 +99,9 @@ def test_rows_are_in_one_allocation(run_program: RunProgram, layers: int) -> Non
     assert broken_rules(done.records) == []
     assert not calls(done.records, "cuMemcpy3DAsync")
     assert len(calls(done.records, "cuMemGetAddressRange")) == layers
+    blocks = 10
+    assert done.log.count("small pieces") == 1
+    assert f"{blocks * layers} of {blocks * layers} small pieces of a batch are copied one by one" in done.log
 
 
 @pytest.mark.parametrize("verify", [True, False])
