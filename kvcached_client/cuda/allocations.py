@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.cuda.driver import Driver
+from kvcached_client.cuda.driver import CudaFailure, Driver
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -45,6 +45,11 @@ class Allocations:
 
     def _learn(self, address: int) -> None:
         start, size_bytes = map(int, self._driver.call("cuMemGetAddressRange", address))
+        end = start + size_bytes
+        if not start <= address < end:
+            detail = f": {address:#x} is in {start:#x} to {end:#x}, it says"
+            raise CudaFailure("cuMemGetAddressRange", "CUDA_ERROR_UNKNOWN", detail)
         starts, ends = self._known
-        at = int(np.searchsorted(starts, start))
-        self._known = np.insert(starts, at, start), np.insert(ends, at, start + size_bytes)
+        kept = (ends <= start) | (starts >= end)  # memory that was there before is not there any more
+        at = int(np.searchsorted(starts[kept], start))
+        self._known = np.insert(starts[kept], at, start), np.insert(ends[kept], at, end)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvcached_client.blocks.checksums import Checksums, Runs, ended
+from kvcached_client.blocks.checksums import Checksums, Runs, ended, spare_threads
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.device import Device
@@ -53,7 +53,7 @@ class CudaCopier:
         self._host = host
         self._pitch_max = device.attribute("MAX_PITCH")
         self._allocations = Allocations(device.driver)
-        self._checksums = Checksums()
+        self._checksums = Checksums(threads=spare_threads(device.driver.devices()))
         self._has_told = False  #: of small pieces
         self._known: tuple[array[int], Numbers] = array("q"), np.zeros((0, 3), np.int64)
         self._to_host = device.make_stream()
@@ -95,10 +95,10 @@ class CudaCopier:
                 before = len(under_way)
                 under_way.extend(self._checksums.begin(self._blocks_of(batch, per_sum)))
                 if before:
-                    yield b"".join(part.result() for part in under_way[:before])
+                    yield b"".join(part.sums() for part in under_way[:before])
                     del under_way[:before]
             if under_way:
-                yield b"".join(part.result() for part in under_way)
+                yield b"".join(part.sums() for part in under_way)
 
     def sums(self, blocks: Iterable[Runs]) -> Generator[bytes]:
         """See `Copier.sums`."""
@@ -146,11 +146,12 @@ class CudaCopier:
         else:
             pieces = self._pieces(batch)
         small, large = by_size(pieces)
-        if batch.per_block > 1 and len(small[0]) and not self._has_told:
+        blocks = len(batch.pieces) // (3 * batch.per_block)
+        if len(small[0]) > blocks and batch.per_block > 1 and not self._has_told:
             self._has_told = True
-            _log.info(
-                "%d of %d small pieces of a batch are copied one by one, 2 to 3 us each: layers in one allocation, at"
-                " even distances, would be one copy for each block", len(small[0]), len(batch.pieces) // 3,
+            _log.warning(
+                "%d blocks were %d small pieces, each a copy of 2 to 3 us: make all layers in one allocation, at even "
+                "distances, and a block is one copy", blocks, len(small[0]),
             )  # fmt: skip
         for some in (small, large):
             if len(some[0]):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvcached_client.blocks.copy import Batch, CopyPlan
 from kvcached_client.blocks.pages import LayerPages
 from kvcached_client.cuda import driver as cuda_driver
+from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.driver import CudaFailure
 from kvcached_client.cuda.rows import SMALL_ROWS_MIN, Pieces, Rows, split
@@ -62,10 +63,17 @@ def blocks_of_pieces(draw: st.DrawFn) -> np.ndarray[tuple[int, int, int], np.dty
     return np.array(blocks[: draw(st.integers(0, 3))], np.int64).reshape(-1, len(pieces), 3)
 
 
-@given(numbers=blocks_of_pieces())
-def test_every_piece_is_copied_once(numbers: np.ndarray[tuple[int, int, int], np.dtype[np.int64]]) -> None:
-    """What is left and what rows stand for are the bytes of the pieces, each as often as it was there."""
-    rows, left = split(numbers, 5000, 7000, PITCH_MAX, in_one(numbers))
+@given(numbers=blocks_of_pieces(), data=st.data())
+def test_every_piece_is_copied_once(
+    numbers: np.ndarray[tuple[int, int, int], np.dtype[np.int64]], data: st.DataObject
+) -> None:
+    """What is left and what rows stand for are the bytes of the pieces, each as often as it was there.
+
+    And no copy has bytes of two allocations.
+    """
+    size = numbers.shape[1]
+    where = np.array(data.draw(st.lists(st.integers(1, 2), min_size=size, max_size=size)), np.int64)
+    rows, left = split(numbers, 5000, 7000, PITCH_MAX, where)
 
     pieces = [(to + 5000, of + 7000, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
     assert sorted(bytes_of(unrolled(rows) + listed(left))) == sorted(bytes_of(pieces))
@@ -118,13 +126,65 @@ def test_rows_end_with_their_allocation() -> None:
 
 
 def test_pages_back_to_back_in_two_allocations_are_two_pieces() -> None:
-    """No copy leaves its allocation, be it one of bytes that follow each other, in a block or from one to the next."""
+    """No copy leaves its allocation, be it one of bytes that follow each other."""
     pages = [LayerPages((1 << 30) + 256 * layer, 256, 32 * 256) for layer in range(32)]
     rows, left, _ = split_blocks(pages, [5] * 16 + [6] * 16)
 
     assert rows is None
     assert left[2].tolist() == [16 * 256] * 8
     assert sorted(bytes_of(unrolled(rows) + listed(left))) == sorted(bytes_of(split_blocks(pages)[2]))
+
+
+def test_neighbouring_blocks_in_two_allocations_are_two_pieces() -> None:
+    """The last layer of a block and the first one of the next may meet on both sides, and are two copies then."""
+    numbers = np.array([[[0, 1000, 50], [50, 2000, 60]], [[110, 2060, 50], [160, 3060, 60]]])
+    _, one = split(numbers, 0, 0, PITCH_MAX, np.array([1, 1]))
+    _, two = split(numbers, 0, 0, PITCH_MAX, np.array([1, 2]))
+
+    assert one[2].tolist() == [50, 110, 60]
+    assert two[2].tolist() == [50, 60, 50, 60]
+
+
+class Ranges:
+    """A driver that knows ranges of addresses."""
+
+    def __init__(self, *ranges: tuple[int, int]) -> None:
+        self.ranges, self.asked = list(ranges), list[int]()
+
+    def call(self, name: str, address: int) -> tuple[int, int]:
+        assert name == "cuMemGetAddressRange"
+        self.asked.append(address)
+        return next(each for each in self.ranges if each[0] <= address < sum(each) or each == self.ranges[-1])
+
+
+def test_driver_is_asked_once_for_each_allocation() -> None:
+    """Addresses have the start of theirs, in any order; what was asked for is known from then on."""
+    driver: Any = Ranges((500, 100), (600, 50), (100, 200))
+    allocations = Allocations(driver)
+    for addresses, expected in (
+        ([610, 100, 599], [600, 100, 500]),
+        ([299, 649, 500, 501], [100, 600, 500, 500]),
+    ):
+        assert allocations.starts(np.array(addresses)).tolist() == expected
+    assert sorted(driver.asked) == [100, 599, 610]
+
+
+def test_memory_that_was_made_anew_is_asked_for_again() -> None:
+    """Where an allocation is larger than the one that was there, the new one counts."""
+    driver: Any = Ranges((500, 100))
+    allocations = Allocations(driver)
+    assert allocations.starts(np.array([510])).tolist() == [500]
+    driver.ranges = [(500, 300)]
+
+    assert allocations.starts(np.array([510, 700])).tolist() == [500, 500]
+    assert allocations.starts(np.array([799])).tolist() == [500]
+
+
+def test_answer_about_other_memory_is_a_failure() -> None:
+    """A driver that names a range without the address is not asked for ever."""
+    driver: Any = Ranges((500, 100))
+    with pytest.raises(CudaFailure, match="0x2bc is in 0x1f4 to 0x258, it says"):
+        Allocations(driver).starts(np.array([700]))
 
 
 def test_keys_and_values_apart_are_two_copies() -> None:
@@ -247,7 +307,7 @@ class RefusingStream:
 def test_rows_that_are_queued_before_a_refusal_are_waited_for() -> None:
     """A batch of which only some is queued fails when that is over: nobody else would wait for it."""
     stream = RefusingStream()
-    driver = SimpleNamespace(call=lambda *_: (0, 1 << 40))  # all is one allocation
+    driver = SimpleNamespace(call=lambda *_: (0, 1 << 40), devices=lambda: 1)  # all is one allocation
     device: Any = SimpleNamespace(make_stream=lambda: stream, attribute=lambda _: PITCH_MAX, driver=driver)
     copier = CudaCopier(device, range(1 << 20))
     pieces = array("q", [0, 1 << 30, 64, 64, (1 << 30) + 4096, 64, 128, (1 << 30) + 9999, 32])

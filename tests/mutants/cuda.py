@@ -98,7 +98,7 @@ def cuda_rows_leave_their_allocation(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, CudaCopier._send, where, "np.zeros(batch.per_block, np.int64)")
 
 
-@caught_by("tests/cuda/test_rows.py::test_pages_back_to_back_in_two_allocations_are_two_pieces")
+@caught_by("tests/cuda/test_rows.py::test_neighbouring_blocks_in_two_allocations_are_two_pieces")
 def cuda_piece_leaves_its_allocation(patch: pytest.MonkeyPatch) -> None:
     """Pages back to back are one piece, though one allocation ends between them."""
     rewrite(patch, rows.merged, "begins |= apart", "pass")
@@ -113,7 +113,13 @@ def cuda_layer_told_with_its_first_batch(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/client/test_checksums.py::test_end_waits_for_threads_that_read")
 def cuda_memory_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """Threads still sum blocks when a transfer is over, and the host pool may be unmapped."""
-    rewrite(patch, checksums.ended, "wait(under_way)", "pass")
+    rewrite(patch, checksums.Part.wait, "wait([self._future])", "pass")
+
+
+@caught_by("tests/client/test_checksums.py::test_nobody_waits_for_what_no_thread_has_begun")
+def cuda_load_waits_for_the_sums_of_stores(patch: pytest.MonkeyPatch) -> None:
+    """What is handed to threads is theirs, though all of them sum a store."""
+    rewrite(patch, checksums.Part.sums, "or self._future.cancel()", "")
 
 
 @caught_by("tests/cuda/test_streams.py::test_kernels_behind_a_load_that_is_late")
