@@ -22,19 +22,21 @@ _PIECES_BYTES: Final = (4 << 10, 16 << 10, 32 << 10, 72 << 10, 256 << 10, 1 << 2
 
 def crossover(rig: Rig) -> Figures:
     """Speeds of scattered pieces by batched copies, over that of one large copy; and of kernels that move them."""
-    with rig.stream() as stream:
+    ratios: dict[str, float] = {}
+    to_device: dict[str, float] = {}
+    with rig.stream() as stream, _in_batches():
         whole = best(lambda: stream.copy(*one_piece(rig.address, rig.memory.address, rig.size_bytes)), stream)
-        ratios = {}
         for piece_bytes in _PIECES_BYTES:
             device, host, sizes = rig.pieces(piece_bytes)
-            with _in_batches():
-                seconds = best(partial(stream.copy, host, device, sizes), stream)
-            ratios[str(piece_bytes)] = whole / seconds * len(sizes) * piece_bytes / rig.size_bytes
+            share = len(sizes) * piece_bytes / rig.size_bytes
+            for found, pieces in ((ratios, (host, device)), (to_device, (device, host))):
+                found[str(piece_bytes)] = whole / best(partial(stream.copy, *pieces, sizes), stream) * share
     kernel = _moved_by_triton(rig.size_bytes, whole)
     return {
         "ok": True,
         "large_gb_per_s": rig.size_bytes / whole / 1e9,
         "batched_over_large": ratios,
+        "batched_to_device_over_large": to_device,
         "gathered_by_torch_over_large": _gathered(rig.size_bytes, whole),
         "triton_over_large": kernel,
         "triton_wins_at_bytes": _wins(ratios, kernel),
