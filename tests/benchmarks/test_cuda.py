@@ -60,7 +60,7 @@ def test_cuda_suite_has_every_promised_metric(library: Path, device: Path, tmp_p
     unpromised = {f"{case}_gb_per_s" for case in _cases((*_ROWS, *_PIECES, *_SMALL_PIECES))}
     unpromised |= {
         f"{shape}_{kind}_gb_per_s"
-        for shape in (*_ROWS, *_PIECES, *_SMALL_PIECES)
+        for shape in ("rows_1m", "pieces_32k", "small_8k")
         for kind in ("summed_store", "verified_load")
     }
     unpromised |= {f"{kind}_over_one_copy_ratio" for kind in ("small", *_cases(_SMALL_PIECES))}
