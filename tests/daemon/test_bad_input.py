@@ -21,6 +21,10 @@ from tests.rpc.raw_peer import RawPeer
 
 #: A peer whose requests the daemon has not read for so long has sent all that the daemon takes.
 UNREAD_PATIENCE_S = 1
+#: Messages of a hostile peer, how many of them are on their way at once, and what they may cost in all.
+MUTATED = 100_000
+AT_ONCE = 200
+GROWTH_BYTES_MAX = 8 << 20
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +137,26 @@ def test_random_messages_are_each_answered_once(peer: RawPeer) -> None:
             mutated[rng.randrange(len(mutated))] = rng.randrange(256)
         first = bytes(mutated) if number % 2 else rng.randbytes(rng.randrange(80))
         peer.error(first, *[rng.randbytes(16) for _ in range(rng.randrange(3))])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_hundred_thousand_mutated_messages_cost_no_memory(shared_daemon: RunningDaemon, peer: RawPeer) -> None:
+    """Each is answered once, be it refused or, by chance, sound; the daemon is as large as after the first thousand."""
+    rng = random.Random(2)
+    sound = [header(**ACQUIRE), *map(wire.encode, OFFLOAD)]
+    status = Path(f"/proc/{shared_daemon.process.pid}/statm")
+    pages = []
+    for _ in range(MUTATED // AT_ONCE):
+        for _ in range(AT_ONCE):
+            mutated = bytearray(rng.choice(sound))
+            for _ in range(rng.randrange(1, 4)):
+                mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+            peer.send(bytes(mutated), *[rng.randbytes(16) for _ in range(rng.randrange(3))])
+        assert all(peer.receive() for _ in range(AT_ONCE))
+        pages.append(int(status.read_text().split()[1]))
+
+    assert (max(pages) - pages[1000 // AT_ONCE]) * os.sysconf("SC_PAGESIZE") <= GROWTH_BYTES_MAX
 
 
 def test_frame_beyond_its_limit_is_answered_and_skipped(peer: RawPeer) -> None:
