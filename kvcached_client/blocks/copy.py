@@ -52,6 +52,7 @@ class Batch(NamedTuple):
         source: an address.
         per_block: how many pieces each block has; those of a block follow each other, in the order of the layers.
         layers: so many more layers of all blocks are copied when this batch is; 0 = the next batches belong to them.
+        block_bytes: from a block to the next one in the host pool, where these are neighbours in a slab; 0 = unknown.
     """
 
     pieces: array[int]
@@ -59,6 +60,7 @@ class Batch(NamedTuple):
     source: int
     per_block: int = 1
     layers: int = 0
+    block_bytes: int = 0
 
 
 class Copier(Protocol):
@@ -183,7 +185,7 @@ class CopyPlan:
                 done = len(group) if first + count >= len(blocks) else 0
                 if len(group) > 1:
                     pieces = self._pieces(some, there, group, to_host=False)
-                    yield Batch(pieces, 0, self._host_address, len(group), done)
+                    yield Batch(pieces, 0, self._host_address, len(group), done, self._block_bytes)
                     continue
                 if (first, *shape) not in shared:
                     is_whole = shape == (self._block_bytes, self._block_bytes)
@@ -197,7 +199,8 @@ class CopyPlan:
         while first < len(blocks):
             end = first + max(1, min(PIECES_MAX // len(layers), size_bytes // self._block_bytes))
             pieces = self._pieces(blocks[first:end], places[first:end], layers, to_host=to_host)
-            yield Batch(pieces, *((self._host_address, 0) if to_host else (0, self._host_address)), len(layers))
+            bases = (self._host_address, 0) if to_host else (0, self._host_address)
+            yield Batch(pieces, *bases, len(layers), block_bytes=self._block_bytes)
             first, size_bytes = end, min(BATCH_GROWTH * size_bytes, BATCH_BYTES_MAX)
 
     def _pieces(self, blocks: Sequence[int], places: Sequence[int], layers: range, *, to_host: bool) -> array[int]:

@@ -19,7 +19,7 @@ from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Event, Stream
-from kvcached_client.cuda.rows import Numbers, Pieces, addressed, by_size, is_small, merged, split
+from kvcached_client.cuda.rows import Neighbours, Numbers, Pieces, addressed, by_size, is_small, merged, split
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import Mark
@@ -140,7 +140,8 @@ class CudaCopier:
             numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, batch.per_block, 3)
             base, column = (batch.source, 1) if to_host else (batch.destination, 0)
             allocations = self._allocations.starts(numbers[0, :, column] + base)
-            rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max, allocations)
+            neighbours = Neighbours(1 - column, batch.block_bytes)
+            rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max, allocations, neighbours)
             if rows is not None:
                 stream.copy_rows(rows, to_host=to_host)
         else:

@@ -85,8 +85,25 @@ class _Shape(NamedTuple):
     left_allocations: Numbers
 
 
+class Neighbours(NamedTuple):
+    """Where blocks are neighbours in the host pool.
+
+    Attributes:
+        column: of the host, in the numbers of pieces: 0 if it is the destination, 1 if it is the source.
+        block_bytes: from a block to the next one in its slab. No other distance is one within registered memory.
+    """
+
+    column: int
+    block_bytes: int
+
+
 def split(
-    numbers: Numbers, destination: int, source: int, pitch_max: int, allocations: Numbers
+    numbers: Numbers,
+    destination: int,
+    source: int,
+    pitch_max: int,
+    allocations: Numbers,
+    neighbours: Neighbours | None = None,
 ) -> tuple[Rows | None, Pieces]:
     """What can be copied as rows, and the pieces that are left; every byte is in one of them.
 
@@ -96,6 +113,7 @@ def split(
         source: likewise.
         pitch_max: bytes between two rows, at most.
         allocations: [pieces of a block], names the allocation of the device that each is in. Rows do not leave it.
+        neighbours: small pieces of blocks that are neighbours on both sides are rows, too; None = they are not.
     """
     if not len(numbers):
         return None, addressed(numbers.reshape(-1, 3), destination, source)
@@ -104,12 +122,50 @@ def split(
     if len(numbers) > 1 and (places[1:] != places[0]).any():  # layers with strides of their own
         return None, addressed(_merged(numbers, allocations), destination, source)
     shape = _shape(places[0].tobytes(), (allocations - allocations[0]).tobytes(), pitch_max)
+    rows = [_rows(numbers, shape, destination, source)] if len(shape.rows) else []
     pieces = _NO_PIECES
     if len(shape.left):
         left = numbers[:, shape.left]
         left[:, :, 2] = shape.left_sizes
+        if neighbours is not None and shape.left_sizes.max() < min(neighbours.block_bytes, driver.SMALL_PIECE_BYTES):
+            along, left = _along_blocks(left, neighbours, destination, source)
+            rows += along
         pieces = addressed(_merged(left, shape.left_allocations), destination, source)
-    return _rows(numbers, shape, destination, source) if len(shape.rows) else None, pieces
+    return (Rows(*map(np.concatenate, zip(*rows, strict=True))) if rows else None), pieces
+
+
+def _along_blocks(blocks: Numbers, neighbours: Neighbours, destination: int, source: int) -> tuple[list[Rows], Numbers]:
+    """Rows of blocks that are neighbours on both sides, one copy for each piece of theirs; and the other blocks.
+
+    Layers that are in allocations of their own are no rows of one copy, but the blocks of each layer are.
+    """
+    host, device = neighbours.column, 1 - neighbours.column
+    steps = np.diff(blocks[:, 0, :2], axis=0)  # the same for all pieces of a block
+    widest = int(blocks[0, :, 2].max())
+    is_next = ((steps[:, host] == neighbours.block_bytes) & (steps[:, device] >= widest)).tolist()
+    distances = steps[:, device].tolist()
+    runs: list[tuple[int, int, int]] = []
+    first = 0
+    while first < len(is_next):
+        height = 1
+        while first + height <= len(is_next) and is_next[first + height - 1]:
+            if distances[first + height - 1] != distances[first]:
+                break
+            height += 1
+        if height > 1:
+            runs.append((first, height, distances[first]))
+        first += height
+    if not runs:
+        return [], blocks
+    taken = {block for first, height, _ in runs for block in range(first, first + height)}
+    firsts, heights, pitches = np.array(runs, np.int64).T
+    starts = blocks[firsts].reshape(-1, 3).astype(np.uint64)
+    columns = np.repeat(np.array((heights, pitches), np.uint64), blocks.shape[1], axis=1)
+    ones = np.ones(len(starts), np.uint64)
+    to, of = starts[:, 0] + np.uint64(destination), starts[:, 1] + np.uint64(source)
+    apart = ones * np.uint64(neighbours.block_bytes), columns[1]  # on the host, on the device
+    rows = Rows(to, of, starts[:, 2], columns[0], apart[host], apart[device], ones, ones)
+    return [rows], blocks[[block for block in range(len(blocks)) if block not in taken]]
 
 
 @lru_cache(maxsize=64)

@@ -131,13 +131,15 @@ def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
     return BlockJob(TransferId(number), 0, (JobSpan(0, b"", keys, array("q", blocks), array("q", slots)),))
 
 
-def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1, layers: int = 3, apart: bool = False) -> int:
+def round_trip(
+    order: str, verify: bool, rounds: int = 4, shards: int = 1, layers: int = 3, apart: bool = False, mixed: bool = True
+) -> int:
     """Store blocks, poison them, load them into others; returns how many blocks were not as they were stored."""
     chance, wrong = random.Random(order), 0
     with rig(order, shards=shards, layers=layers, apart=apart) as made:
         for number in range(1, rounds + 1):
-            blocks = chance.sample(range(SLOTS), 2 * BLOCKS)
-            slots = chance.sample(range(made.host.slots), BLOCKS)
+            blocks = chance.sample(range(SLOTS), 2 * BLOCKS) if mixed else list(range(2 * BLOCKS))
+            slots = chance.sample(range(made.host.slots), BLOCKS) if mixed else list(range(BLOCKS))
             for index, block in enumerate(blocks[:BLOCKS]):
                 made.fill(block, 16 * number + index)
             made.transfers.store(job(number, blocks[:BLOCKS], slots), epoch=1)
@@ -374,10 +376,10 @@ def beside_a_capture() -> list[Any]:
         return [int(graph) != 0, *made.values(1)]
 
 
-def small_round_trip(order: str, verify: bool, layers: int, apart: bool = False) -> int:
+def small_round_trip(order: str, verify: bool, layers: int, apart: bool = False, mixed: bool = True) -> int:
     """As `round_trip`, with pages that are not copied in batches."""
     cuda_driver.SMALL_PIECE_BYTES = 32 << 10
-    return round_trip(order, verify, 2, 1, layers, apart)
+    return round_trip(order, verify, 2, 1, layers, apart, mixed)
 
 
 def summed_by_threads(verify: bool) -> int:

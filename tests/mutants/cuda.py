@@ -104,6 +104,12 @@ def cuda_piece_leaves_its_allocation(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, rows.merged, "begins |= apart", "pass")
 
 
+@caught_by("tests/cuda/test_rows.py::test_rows_along_blocks_end_with_the_slab")
+def cuda_rows_leave_their_slab(patch: pytest.MonkeyPatch) -> None:
+    """Blocks at any distance are neighbours in the host pool: a copy goes beyond what is registered at once."""
+    rewrite(patch, rows._along_blocks, "== neighbours.block_bytes", "> 0")
+
+
 @caught_by("tests/worker/test_copier.py::test_large_layers_are_several_batches")
 def cuda_layer_told_with_its_first_batch(patch: pytest.MonkeyPatch) -> None:
     """A layer is said to be there when the first of its batches is."""
