@@ -66,12 +66,12 @@ class Checksums:
     """Sums blocks. May be used by several threads.
 
     Args:
-        threads: that sum beside those that ask for sums; None = as many as the machine can spare.
+        threads: that sum beside those that ask for sums, see `spare_threads`.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
-        self.threads: Final = spare_threads() if threads is None else threads
-        self._pool = ThreadPoolExecutor(self.threads, "kvcached-sums") if self.threads else None
+    def __init__(self, threads: int) -> None:
+        self.threads: Final = threads
+        self._pool = ThreadPoolExecutor(threads, "kvcached-sums") if threads else None
 
     def begin(self, blocks: Iterable[Runs]) -> Iterator[Part]:
         """Sum blocks, in parts. A part is begun when it is taken, and has to be ended, see `ended`."""
@@ -118,8 +118,8 @@ def ended(under_way: list[Part]) -> Iterator[list[Part]]:
             part.wait()
 
 
-def spare_threads(devices: int = 1, root: Path = Path("/")) -> int:
-    """How many threads sum in this process.
+def spare_threads(devices: int, root: Path = Path("/")) -> int:
+    """How many threads the machine can spare for the sums of this process; 0 = none.
 
     Args:
         devices: of the machine, each with such a process.

@@ -1,6 +1,6 @@
 """The copier of blocks between the pages of a shard and the host pool.
 
-A `CopyPlan` computes which bytes go where, in batches of pieces: a batch for each layer or for some layers at once, or
+A `CopyPlan` computes which bytes go where, in batches of pieces: batches of one layer or of some layers at once, or
 batches of whole blocks. A `Copier` copies batches. `MemoryCopier` is the one for mapped memory; it releases the
 interpreter lock while it copies, so that other threads continue. A copier for another kind of memory takes the same
 batches.

@@ -6,14 +6,10 @@ that are in several of them, even where nothing lies in between (decision 0069).
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.cuda.driver import CudaFailure, Driver
-
-Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 class Allocations:
@@ -27,9 +23,12 @@ class Allocations:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._known: tuple[Numbers, Numbers] = np.zeros(0, np.int64), np.zeros(0, np.int64)  #: starts in order, ends
+        self._known: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] = (
+            np.zeros(0, np.int64),
+            np.zeros(0, np.int64),
+        )  #: starts in order, ends
 
-    def starts(self, addresses: Numbers) -> Numbers:
+    def starts(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The first byte of the allocation that each address is in; two addresses in one allocation have the same.
 
         Raises:

@@ -1,8 +1,9 @@
-"""Layers of a block that a device copies as the rows of one copy.
+"""Layers of a block, or blocks of a layer, that a device copies as the rows of one copy.
 
 The pages of a block lie at a stride on the device, and back to back in the host pool. Where the distances are even on
 both sides, one copy of rows is faster than a batch of pieces, the more so the smaller they are, and takes none of the
-engine's multiprocessors, which a batch of small pieces does: see decision 0065.
+engine's multiprocessors, which a batch of small pieces does: see decision 0065. Rows do not leave their allocation:
+where each layer has one of its own, small pages of neighbouring blocks are rows instead (decision 0069).
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def split(
     places = numbers.copy()
     places[:, :, :2] -= numbers[:, :1, :2]
     if len(numbers) > 1 and (places[1:] != places[0]).any():  # layers with strides of their own
-        return None, addressed(_merged(numbers, allocations), destination, source)
+        return None, addressed(_merged_apart(numbers, allocations), destination, source)
     shape = _shape(places[0].tobytes(), (allocations - allocations[0]).tobytes(), pitch_max)
     rows = [_rows(numbers, shape, destination, source)] if len(shape.rows) else []
     pieces = _NO_PIECES
@@ -130,7 +131,7 @@ def split(
         if neighbours is not None and shape.left_sizes.max() < min(neighbours.block_bytes, driver.SMALL_PIECE_BYTES):
             along, left = _along_blocks(left, neighbours, destination, source)
             rows += along
-        pieces = addressed(_merged(left, shape.left_allocations), destination, source)
+        pieces = addressed(_merged_apart(left, shape.left_allocations), destination, source)
     return (Rows(*map(np.concatenate, zip(*rows, strict=True))) if rows else None), pieces
 
 
@@ -184,8 +185,8 @@ def _shape(block: bytes, allocations: bytes, pitch_max: int) -> _Shape:
     return _Shape(firsts[rows], columns.T.copy(), firsts[left], sizes[left], parts[firsts][left])
 
 
-def _merged(blocks: Numbers, allocations: Numbers) -> Numbers:
-    """As few copies as possible of pieces of blocks, none of which leaves its allocation."""
+def _merged_apart(blocks: Numbers, allocations: Numbers) -> Numbers:
+    """As `merged`, of pieces of blocks; none leaves its allocation."""
     where = np.tile(allocations, len(blocks))
     return merged(blocks.reshape(-1, 3), where[:-1] != where[1:])
 

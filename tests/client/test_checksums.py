@@ -173,4 +173,4 @@ def test_threads_keep_to_the_quota_of_the_cgroup(
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("1:cpu:/elsewhere\n0::/pods/one\n")
 
-    assert checksums.spare_threads(root=tmp_path) == threads
+    assert checksums.spare_threads(1, tmp_path) == threads
