@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Final, NamedTuple, Protocol
 
 from xxhash import xxh3_128
@@ -38,6 +38,9 @@ PIECES_MAX: Final = 2048
 FIRST_BATCH_BYTES_MAX: Final = 4 << 20
 BATCH_GROWTH: Final = 4
 BATCH_BYTES_MAX: Final = 64 << 20
+#: The last batch of a transfer has so many bytes at most, unless a block has more: they are copied while who waits for
+#: the batch before wakes up.
+END_BYTES_MAX: Final = 4 << 20
 #: From so many pieces on, numpy plans them.
 _PIECES_FOR_NUMPY: Final = 256
 
@@ -52,7 +55,7 @@ class Batch(NamedTuple):
         source: an address.
         per_block: how many pieces each block has; those of a block follow each other, in the order of the layers.
         layers: so many more layers of all blocks are copied when this batch is; 0 = the next batches belong to them.
-        block_bytes: from a block to the next one in the host pool, where these are neighbours in a slab; 0 = unknown.
+        is_end: nothing of the transfer is behind it, and it has at most `END_BYTES_MAX`.
     """
 
     pieces: array[int]
@@ -60,7 +63,7 @@ class Batch(NamedTuple):
     source: int
     per_block: int = 1
     layers: int = 0
-    block_bytes: int = 0
+    is_end: bool = False
 
 
 class Copier(Protocol):
@@ -175,33 +178,33 @@ class CopyPlan:
             places: of the same blocks in the host pool.
             groups: of `layer_groups`; None = each layer is one.
         """
-        shared: dict[tuple[int, int, int], array[int]] = {}  # layers with pages of one size share their pieces
-        for group in groups or self.layer_groups(lambda _: 1):
+        shared: dict[tuple[int, int, int, int], array[int]] = {}  # layers with pages of one size share their pieces
+        groups = groups or self.layer_groups(lambda _: 1)
+        for group in groups:
             layer, inside = self._layers[group.start], self._insides[group.start]
             shape = layer.page_bytes, layer.stride_bytes
-            count = max(1, BATCH_BYTES_MAX // (layer.page_bytes * len(group)))
-            for first in range(0, len(blocks), count):
-                some, there = blocks[first : first + count], places[first : first + count]
-                done = len(group) if first + count >= len(blocks) else 0
+            size_bytes = layer.page_bytes * len(group)
+            lengths = repeat(BATCH_BYTES_MAX // size_bytes)
+            for some, is_end in _spans(len(blocks), lengths, END_BYTES_MAX // size_bytes if group is groups[-1] else 0):
+                done = len(group) if some.stop == len(blocks) else 0
                 if len(group) > 1:
-                    pieces = self._pieces(some, there, group, to_host=False)
-                    yield Batch(pieces, 0, self._host_address, len(group), done, self._block_bytes)
+                    pieces = self._pieces(blocks[some], places[some], group, to_host=False)
+                    yield Batch(pieces, 0, self._host_address, len(group), done, is_end)
                     continue
-                if (first, *shape) not in shared:
+                key = some.start, some.stop, *shape
+                if key not in shared:
                     is_whole = shape == (self._block_bytes, self._block_bytes)
-                    shared[first, *shape] = (_merged if is_whole else _pages)(some, there, *shape)
-                yield Batch(shared[first, *shape], layer.address, self._host_address + inside, layers=done)
+                    shared[key] = (_merged if is_whole else _pages)(blocks[some], places[some], *shape)
+                yield Batch(shared[key], layer.address, self._host_address + inside, layers=done, is_end=is_end)
 
     def by_block(self, blocks: Sequence[int], places: Sequence[int], *, to_host: bool) -> Iterator[Batch]:
         """Batches of whole blocks, in either direction; each block has a piece for each layer, in their order."""
         layers = range(len(self._layers))
-        first, size_bytes = 0, FIRST_BATCH_BYTES_MAX
-        while first < len(blocks):
-            end = first + max(1, min(PIECES_MAX // len(layers), size_bytes // self._block_bytes))
-            pieces = self._pieces(blocks[first:end], places[first:end], layers, to_host=to_host)
-            bases = (self._host_address, 0) if to_host else (0, self._host_address)
-            yield Batch(pieces, *bases, len(layers), block_bytes=self._block_bytes)
-            first, size_bytes = end, min(BATCH_GROWTH * size_bytes, BATCH_BYTES_MAX)
+        bases = (self._host_address, 0) if to_host else (0, self._host_address)
+        lengths = (min(PIECES_MAX // len(layers), size_bytes // self._block_bytes) for size_bytes in _growing_sizes())
+        for some, is_end in _spans(len(blocks), lengths, END_BYTES_MAX // self._block_bytes):
+            pieces = self._pieces(blocks[some], places[some], layers, to_host=to_host)
+            yield Batch(pieces, *bases, len(layers), is_end=is_end)
 
     def _pieces(self, blocks: Sequence[int], places: Sequence[int], layers: range, *, to_host: bool) -> array[int]:
         """For each block, a piece for each of some layers. Addresses on the shard, offsets in the host pool."""
@@ -234,6 +237,31 @@ class CopyPlan:
         one, other = self._layers[group.stop - 1], self._layers[index]
         steps = {self._layers[each + 1].address - self._layers[each].address for each in group}
         return one[1:] == other[1:] and len(steps) == 1
+
+
+def _growing_sizes() -> Iterator[int]:
+    """Bytes of each batch of a transfer, at most."""
+    size_bytes = FIRST_BATCH_BYTES_MAX
+    while True:
+        yield size_bytes
+        size_bytes = min(BATCH_GROWTH * size_bytes, BATCH_BYTES_MAX)
+
+
+def _spans(count: int, lengths: Iterator[int], end_max: int) -> Iterator[tuple[slice, bool]]:
+    """The blocks of each batch, and whether it is the end of the transfer.
+
+    Args:
+        count: of all blocks.
+        lengths: how many each batch has, at most, or one.
+        end_max: how many the end has, at most; 0 = there is none.
+    """
+    first = 0
+    while first < count:
+        stop = min(count, first + max(1, next(lengths)))
+        if stop == count and 0 < end_max < count - first:
+            stop = count - end_max
+        yield slice(first, stop), stop == count and stop - first <= end_max
+        first = stop
 
 
 def _pages(blocks: Sequence[int], places: Sequence[int], page_bytes: int, stride_bytes: int) -> array[int]:

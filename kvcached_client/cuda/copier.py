@@ -6,7 +6,6 @@ itself would not merge them. Pieces at even distances are the rows of one copy.
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -19,26 +18,36 @@ from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, Event, Stream
-from kvcached_client.cuda.rows import Neighbours, Numbers, Pieces, addressed, by_size, is_small, merged, split
+from kvcached_client.cuda.rows import Numbers, Pieces, addressed, merged, split
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import Mark
 
-_log: Final = logging.getLogger(__name__)
-
 #: Batches that are queued before the first of them is waited for: the device always has the next one.
 AHEAD_MAX: Final = 2
-#: Layers of small pages are loaded some at a time: the more rows a copy has, the faster it is.
+#: Layers of small pages are loaded some at a time, as rows: the more rows a copy has, the faster it is.
+_SMALL_PAGE_BYTES: Final = 32 << 10
 _SMALL_LAYERS_AT_ONCE: Final = 16
 
 
 class _UnderWay(NamedTuple):
-    """A batch that is queued. The driver may read the arrays until the event is over."""
+    """A batch that is queued. The driver may read the arrays until the event is over.
+
+    Attributes:
+        before: the work before an end of a transfer. Who waits for the end sleeps until then.
+    """
 
     batch: Batch
     stream: Stream
+    before: Event | None
     arrays: Pieces
     event: Event
+
+    def close(self) -> None:
+        """Destroy the events."""
+        if self.before is not None:
+            self.before.close()
+        self.event.close()
 
 
 class CudaCopier:
@@ -54,8 +63,7 @@ class CudaCopier:
         self._pitch_max = device.attribute("MAX_PITCH")
         self._allocations = Allocations(device.driver)
         self._checksums = Checksums(threads=spare_threads(device.driver.devices()))
-        self._has_told = False  #: of small pieces
-        self._known: tuple[array[int], Numbers] = array("q"), np.zeros((0, 3), np.int64)
+        self._known: tuple[array[int], Numbers] = array("q"), np.zeros((3, 0), np.int64)
         self._to_host = device.make_stream()
         try:
             self._to_device = device.make_stream()
@@ -65,7 +73,7 @@ class CudaCopier:
 
     def layers_at_once(self, page_bytes: int) -> int:
         """See `Copier.layers_at_once`."""
-        return _SMALL_LAYERS_AT_ONCE if is_small(page_bytes) else 1
+        return _SMALL_LAYERS_AT_ONCE if page_bytes < _SMALL_PAGE_BYTES else 1
 
     def wait(self, mark: Mark) -> None:
         """Copies from now on begin when the work before the mark is over. The caller does not wait."""
@@ -78,7 +86,7 @@ class CudaCopier:
         try:
             for batch in passing(batches):
                 queued.append(self._queue(batch))
-                if len(queued) > AHEAD_MAX:
+                if len(queued) > AHEAD_MAX or queued[0].event.is_over():
                     yield _finished(queued)
             while queued:
                 yield _finished(queued)
@@ -127,10 +135,13 @@ class CudaCopier:
     def _queue(self, batch: Batch) -> _UnderWay:
         to_host = self._is_to_host(batch)
         stream = self._to_host if to_host else self._to_device
+        before = stream.record() if batch.is_end else None
         try:
             sent = self._send(batch, stream, to_host=to_host)
-            return _UnderWay(batch, stream, sent, stream.record())
+            return _UnderWay(batch, stream, before, sent, stream.record(spins=batch.is_end))
         except CudaFailure:
+            if before is not None:
+                before.close()
             stream.synchronize()  # some of the batch may be queued, and nobody would wait for it
             raise
 
@@ -140,24 +151,14 @@ class CudaCopier:
             numbers = np.frombuffer(batch.pieces, np.int64).reshape(-1, batch.per_block, 3)
             base, column = (batch.source, 1) if to_host else (batch.destination, 0)
             allocations = self._allocations.starts(numbers[0, :, column] + base)
-            neighbours = Neighbours(1 - column, batch.block_bytes)
-            rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max, allocations, neighbours)
+            rows, pieces = split(numbers, batch.destination, batch.source, self._pitch_max, allocations)
             if rows is not None:
                 stream.copy_rows(rows, to_host=to_host)
         else:
             pieces = self._pieces(batch)
-        small, large = by_size(pieces)
-        blocks = len(batch.pieces) // (3 * batch.per_block)
-        if len(small[0]) > blocks and batch.per_block > 1 and not self._has_told:
-            self._has_told = True
-            _log.warning(
-                "%d blocks were %d small pieces, each a copy of 2 to 3 us: make all layers in one allocation, at even "
-                "distances, and a block is one copy", blocks, len(small[0]),
-            )  # fmt: skip
-        for some in (small, large):
-            if len(some[0]):
-                stream.copy(*some)
-        return large
+        if len(pieces[0]):
+            stream.copy(*pieces)
+        return pieces
 
     def _pieces(self, batch: Batch) -> Pieces:
         """As few pieces as possible. They are computed once for layers that share them."""
@@ -189,12 +190,14 @@ def _abandon(queued: deque[_UnderWay]) -> None:
     for stream in {each.stream for each in queued}:
         stream.synchronize()
     for each in queued:
-        each.event.close()
+        each.close()
 
 
 def _finished(queued: deque[_UnderWay]) -> Batch:
     """The first batch, once it is over."""
-    queued[0].event.synchronize()
-    over = queued.popleft()
-    over.event.close()
-    return over.batch
+    first = queued[0]
+    if first.before is not None:
+        first.before.synchronize()
+    first.event.synchronize()
+    queued.popleft().close()
+    return first.batch

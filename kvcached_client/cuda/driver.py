@@ -31,9 +31,8 @@ Addresses = npt.NDArray[np.uint64]
 #: What cuda-bindings give and take: they have no type stubs.
 Opaque = Any
 
-#: Smaller pieces are not copied in batches, which are slow and take multiprocessors from the engine: decision 0065.
-SMALL_PIECE_BYTES = 32 << 10
-#: Of one call: the device begins when the driver has prepared all of them, which takes about a microsecond each.
+#: Of one call: the device begins when the driver has prepared all of them, about half a microsecond each. Calls with
+#: thousands of small pieces also hinder the engine's kernels: decision 0069.
 CALL_PIECES_MAX: Final = 128
 #: The first version with `cuMemcpyBatchAsync`. Asked for by this number every later driver gives the same function.
 _BATCH_VERSION: Final = 12_080
@@ -166,8 +165,8 @@ class Driver:
     def copy(self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
         """Queue copies on a stream, in any order among themselves; returns how many calls of the driver it took.
 
-        It is one for `CALL_PIECES_MAX` of them, unless some pieces are small or the driver has no batches. The arrays
-        must stay alive until the copies are over. Sources are read in the stream's order.
+        It is one for `CALL_PIECES_MAX` of them, unless the driver has no batches. The arrays must stay alive until the
+        copies are over. Sources are read in the stream's order.
 
         Args:
             destinations: addresses on the device or on the host, contiguous uint64; ranges must not overlap.
@@ -178,13 +177,13 @@ class Driver:
         Raises:
             CudaFailure: the driver refused; some of them may be queued.
         """
-        if not self.batches or (sizes < SMALL_PIECE_BYTES).any():
+        if not self.batches:
             for piece in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self._check("cuMemcpyAsync", self._copy_one(*piece, stream))
             return len(sizes)
         attributes, first, wrong = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(-1)
         told = ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), stream
-        columns = [each.ctypes.data for each in (destinations, sources, sizes)]
+        columns = [each.__array_interface__["data"][0] for each in (destinations, sources, sizes)]
         calls = range(0, len(sizes), CALL_PIECES_MAX)
         for at in calls:
             count = min(CALL_PIECES_MAX, len(sizes) - at)
@@ -253,9 +252,9 @@ class Stream:
         """See `Driver.copy_rows`."""
         return self._driver.copy_rows(rows, self.handle, to_host=to_host)
 
-    def record(self) -> Event:
-        """An event that is over once all work is that was queued here so far."""
-        return Event(self._driver, self._stream)
+    def record(self, *, spins: bool = False) -> Event:
+        """An event that is over once all work is that was queued here so far. See `Event`."""
+        return Event(self._driver, self._stream, spins=spins)
 
     def wait(self, event: Event) -> None:
         """Work that is queued here from now on begins when the event is over. The caller does not wait."""
@@ -302,13 +301,18 @@ class Stream:
 
 
 class Event:
-    """A point in a stream's work. Made by `Stream.record`, or in a stream of somebody else by its handle."""
+    """A point in a stream's work. Made by `Stream.record`, or in a stream of somebody else by its handle.
 
-    def __init__(self, driver: Driver, stream: Opaque) -> None:
+    Args:
+        stream: whose work it is.
+        spins: who waits does so in a loop, which takes a whole core from the engine, and otherwise sleeps, which takes
+            some 0.1 ms longer. For what is over in less than that.
+    """
+
+    def __init__(self, driver: Driver, stream: Opaque, *, spins: bool = False) -> None:
         self._driver = driver
         flags = driver.names.CUevent_flags
-        # Without BLOCKING_SYNC the driver waits in a loop, which takes a whole core from the engine.
-        wanted = flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC
+        wanted = flags.CU_EVENT_DISABLE_TIMING | (0 if spins else flags.CU_EVENT_BLOCKING_SYNC)
         self.handle: Opaque = driver.call("cuEventCreate", wanted)
         try:
             self.record(stream)

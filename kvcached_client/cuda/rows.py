@@ -1,9 +1,8 @@
-"""Layers of a block, or blocks of a layer, that a device copies as the rows of one copy.
+"""Layers of a block that a device copies as the rows of one copy.
 
 The pages of a block lie at a stride on the device, and back to back in the host pool. Where the distances are even on
-both sides, one copy of rows is faster than a batch of pieces, the more so the smaller they are, and takes none of the
-engine's multiprocessors, which a batch of small pieces does: see decision 0065. Rows do not leave their allocation:
-where each layer has one of its own, small pages of neighbouring blocks are rows instead (decision 0069).
+both sides, one copy of rows takes a fraction of the processor's time that a batch of pieces does, and less of the
+engine's: see decision 0065. Rows do not leave their allocation (decision 0069).
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcached_client.cuda import driver
 from kvcached_client.cuda.driver import Addresses
 
-#: Fewer rows are no faster than a batch. Small pieces are not copied in batches.
+#: Fewer rows are no faster than a batch, whatever they have.
 ROWS_MIN: Final = 8
-SMALL_ROWS_MIN: Final = 2
 #: Pages of K and of V may alternate: every second page is at an even distance then.
 _PERIODS: Final = (1, 2)
 #: Distances beyond the greatest pitch are those of layers, which are whole pages of memory.
@@ -86,25 +83,12 @@ class _Shape(NamedTuple):
     left_allocations: Numbers
 
 
-class Neighbours(NamedTuple):
-    """Where blocks are neighbours in the host pool.
-
-    Attributes:
-        column: of the host, in the numbers of pieces: 0 if it is the destination, 1 if it is the source.
-        block_bytes: from a block to the next one in its slab. No other distance is one within registered memory.
-    """
-
-    column: int
-    block_bytes: int
-
-
 def split(
     numbers: Numbers,
     destination: int,
     source: int,
     pitch_max: int,
     allocations: Numbers,
-    neighbours: Neighbours | None = None,
 ) -> tuple[Rows | None, Pieces]:
     """What can be copied as rows, and the pieces that are left; every byte is in one of them.
 
@@ -114,59 +98,20 @@ def split(
         source: likewise.
         pitch_max: bytes between two rows, at most.
         allocations: [pieces of a block], names the allocation of the device that each is in. Rows do not leave it.
-        neighbours: small pieces of blocks that are neighbours on both sides are rows, too; None = they are not.
     """
     if not len(numbers):
-        return None, addressed(numbers.reshape(-1, 3), destination, source)
+        return None, _NO_PIECES
     places = numbers.copy()
     places[:, :, :2] -= numbers[:, :1, :2]
     if len(numbers) > 1 and (places[1:] != places[0]).any():  # layers with strides of their own
         return None, addressed(_merged_apart(numbers, allocations), destination, source)
     shape = _shape(places[0].tobytes(), (allocations - allocations[0]).tobytes(), pitch_max)
-    rows = [_rows(numbers, shape, destination, source)] if len(shape.rows) else []
-    pieces = _NO_PIECES
-    if len(shape.left):
-        left = numbers[:, shape.left]
-        left[:, :, 2] = shape.left_sizes
-        if neighbours is not None and shape.left_sizes.max() < min(neighbours.block_bytes, driver.SMALL_PIECE_BYTES):
-            along, left = _along_blocks(left, neighbours, destination, source)
-            rows += along
-        pieces = addressed(_merged_apart(left, shape.left_allocations), destination, source)
-    return (Rows(*map(np.concatenate, zip(*rows, strict=True))) if rows else None), pieces
-
-
-def _along_blocks(blocks: Numbers, neighbours: Neighbours, destination: int, source: int) -> tuple[list[Rows], Numbers]:
-    """Rows of blocks that are neighbours on both sides, one copy for each piece of theirs; and the other blocks.
-
-    Layers that are in allocations of their own are no rows of one copy, but the blocks of each layer are.
-    """
-    host, device = neighbours.column, 1 - neighbours.column
-    steps = np.diff(blocks[:, 0, :2], axis=0)  # the same for all pieces of a block
-    widest = int(blocks[0, :, 2].max())
-    is_next = ((steps[:, host] == neighbours.block_bytes) & (steps[:, device] >= widest)).tolist()
-    distances = steps[:, device].tolist()
-    runs: list[tuple[int, int, int]] = []
-    first = 0
-    while first < len(is_next):
-        height = 1
-        while first + height <= len(is_next) and is_next[first + height - 1]:
-            if distances[first + height - 1] != distances[first]:
-                break
-            height += 1
-        if height > 1:
-            runs.append((first, height, distances[first]))
-        first += height
-    if not runs:
-        return [], blocks
-    taken = {block for first, height, _ in runs for block in range(first, first + height)}
-    firsts, heights, pitches = np.array(runs, np.int64).T
-    starts = blocks[firsts].reshape(-1, 3).astype(np.uint64)
-    columns = np.repeat(np.array((heights, pitches), np.uint64), blocks.shape[1], axis=1)
-    ones = np.ones(len(starts), np.uint64)
-    to, of = starts[:, 0] + np.uint64(destination), starts[:, 1] + np.uint64(source)
-    apart = ones * np.uint64(neighbours.block_bytes), columns[1]  # on the host, on the device
-    rows = Rows(to, of, starts[:, 2], columns[0], apart[host], apart[device], ones, ones)
-    return [rows], blocks[[block for block in range(len(blocks)) if block not in taken]]
+    rows = _rows(numbers, shape, destination, source) if len(shape.rows) else None
+    if not len(shape.left):
+        return rows, _NO_PIECES
+    left = numbers[:, shape.left]
+    left[:, :, 2] = shape.left_sizes
+    return rows, addressed(_merged_apart(left, shape.left_allocations), destination, source)
 
 
 @lru_cache(maxsize=64)
@@ -192,10 +137,10 @@ def _merged_apart(blocks: Numbers, allocations: Numbers) -> Numbers:
 
 
 def merged(numbers: Numbers, apart: npt.NDArray[np.bool] | None = None) -> Numbers:
-    """As few copies as possible. None leaves its slab, for each begins with headers, which are not copied.
+    """As few copies as possible, [3, copies]. None leaves its slab, for each begins with headers, which are not copied.
 
     Args:
-        numbers: of pieces.
+        numbers: of pieces, [pieces, 3].
         apart: whether each piece and the next one are two copies in any case; None = no two are.
     """
     begins = (numbers[:-1, :2] + numbers[:-1, 2:] != numbers[1:, :2]).any(1)
@@ -205,32 +150,12 @@ def merged(numbers: Numbers, apart: npt.NDArray[np.bool] | None = None) -> Numbe
     fewer = numbers[first]
     if len(first) < len(numbers):
         fewer[:, 2] = np.add.reduceat(numbers[:, 2], first)
-    return fewer
+    return np.ascontiguousarray(fewer.T)
 
 
-def addressed(numbers: Numbers, destination: int, source: int) -> Pieces:
-    """Pieces by their addresses."""
-    unsigned = numbers.astype(np.uint64)
-    return (
-        unsigned[:, 0] + np.uint64(destination),
-        unsigned[:, 1] + np.uint64(source),
-        np.ascontiguousarray(unsigned[:, 2]),
-    )
-
-
-def is_small(size_bytes: int) -> bool:
-    """Whether pieces of a size are copied as rows or one by one, and never in a batch."""
-    return size_bytes < driver.SMALL_PIECE_BYTES
-
-
-def by_size(pieces: Pieces) -> tuple[Pieces, Pieces]:
-    """Small pieces, and all others."""
-    which = pieces[2] < driver.SMALL_PIECE_BYTES
-    return _some(pieces, which), _some(pieces, ~which) if which.any() else pieces
-
-
-def _some(pieces: Pieces, which: npt.NDArray[np.bool]) -> Pieces:
-    destinations, sources, sizes = (column[which] for column in pieces)
+def addressed(copies: Numbers, destination: int, source: int) -> Pieces:
+    """Copies of `merged` by their addresses."""
+    destinations, sources, sizes = (copies + np.array(((destination,), (source,), (0,)))).view(np.uint64)
     return destinations, sources, sizes
 
 
@@ -263,7 +188,7 @@ def _even(pieces: list[list[int]], pitch_max: int) -> list[tuple[int, int, tuple
                 break
             height += 1
         to, of = (_parts(distance, size, pitch_max) for distance in step)
-        if height >= (SMALL_ROWS_MIN if is_small(size) else ROWS_MIN) and to and of:
+        if height >= ROWS_MIN and to and of:
             found.append((first, height, (step[0] // to, step[1] // of, to, of)))
             first += height
         else:

@@ -20,15 +20,16 @@ from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.cuda.engine_pool import EnginePoolMemory
+from kvcached_client.cuda.rows import ROWS_MIN
 from kvcached_client.doctor.checks import Finding
 
 _MIB: Final = 1 << 20
 _REGISTERED_BYTES: Final = 64 * _MIB
 _PATTERN: Final = b"kvcached" * 512
 _COPY_ENGINES_MIN: Final = 2
-#: Of pages that are copied. The layers are few, so that large pages are pieces, and small ones are rows.
+#: Of pages that are copied. The layers are enough for rows, where they are in one memory.
 _PAGES_BYTES: Final = (4 << 10, 16 << 10, 32 << 10)
-_LAYERS: Final = 6
+_LAYERS: Final = ROWS_MIN
 _BLOCKS: Final = 64
 #: So that there is more than one piece of scratch memory.
 _REPLACED_GRANULES: Final = 3

@@ -31,7 +31,6 @@ from kvcached_client.blocks.layout import KvGroup, Layout
 from kvcached_client.blocks.pages import BlockPages, EnginePages, LayerPages, pool_geometry
 from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.cuda import copier
-from kvcached_client.cuda import driver as cuda_driver
 from kvcached_client.cuda.copier import AHEAD_MAX, CudaCopier
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
@@ -131,15 +130,13 @@ def job(number: int, blocks: list[int], slots: list[int]) -> BlockJob:
     return BlockJob(TransferId(number), 0, (JobSpan(0, b"", keys, array("q", blocks), array("q", slots)),))
 
 
-def round_trip(
-    order: str, verify: bool, rounds: int = 4, shards: int = 1, layers: int = 3, apart: bool = False, mixed: bool = True
-) -> int:
+def round_trip(order: str, verify: bool, rounds: int = 4, shards: int = 1, layers: int = 3, apart: bool = False) -> int:
     """Store blocks, poison them, load them into others; returns how many blocks were not as they were stored."""
     chance, wrong = random.Random(order), 0
     with rig(order, shards=shards, layers=layers, apart=apart) as made:
         for number in range(1, rounds + 1):
-            blocks = chance.sample(range(SLOTS), 2 * BLOCKS) if mixed else list(range(2 * BLOCKS))
-            slots = chance.sample(range(made.host.slots), BLOCKS) if mixed else list(range(BLOCKS))
+            blocks = chance.sample(range(SLOTS), 2 * BLOCKS)
+            slots = chance.sample(range(made.host.slots), BLOCKS)
             for index, block in enumerate(blocks[:BLOCKS]):
                 made.fill(block, 16 * number + index)
             made.transfers.store(job(number, blocks[:BLOCKS], slots), epoch=1)
@@ -376,10 +373,10 @@ def beside_a_capture() -> list[Any]:
         return [int(graph) != 0, *made.values(1)]
 
 
-def small_round_trip(order: str, verify: bool, layers: int, apart: bool = False, mixed: bool = True) -> int:
-    """As `round_trip`, with pages that are not copied in batches."""
-    cuda_driver.SMALL_PIECE_BYTES = 32 << 10
-    return round_trip(order, verify, 2, 1, layers, apart, mixed)
+def small_round_trip(order: str, verify: bool, layers: int, apart: bool = False) -> int:
+    """As `round_trip`, with pages that are loaded some layers at once."""
+    copier._SMALL_PAGE_BYTES = 32 << 10  # type: ignore[misc]
+    return round_trip(order, verify, 2, 1, layers, apart)
 
 
 def summed_by_threads(verify: bool) -> int:
@@ -401,5 +398,5 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    cuda_driver.SMALL_PIECE_BYTES = 0  # the pages here are small, and what is tried are batches
+    copier._SMALL_PAGE_BYTES = 0  # type: ignore[misc]  # the pages here are small, and what is tried are single layers
     sys.stdout.write(json.dumps(PROGRAMS[sys.argv[1]](*json.loads(sys.argv[2]))))

@@ -42,6 +42,6 @@ def test_demo_on_a_device(library: Path, device: Path, tmp_path: Path) -> None:
     assert {each["name"] for each in report["rounds"] if any(each["loaded_tokens"])} >= {"evicted", "daemon back"}
     records = trace.read(traced)
     assert trace.broken_rules(records) == []
-    assert trace.calls(records, "cuMemcpy3DAsync")
+    assert trace.calls(records, "cuMemcpyBatchAsync")
     assert trace.calls(records, "cuGraphLaunch")
     assert live_granules(device) == 0

@@ -115,7 +115,8 @@ def test_blocks_of_one_engine_are_loaded_by_another(node: Node) -> None:
     assert max(each.arguments["count"] for each in calls) <= (BLOCKS + 3) * LAYERS
     assert copies_after_their_marks(records) == len(calls)
     assert len(trace.calls(records, "cuMemHostRegister")) == len(trace.calls(records, "cuMemHostUnregister")) == 2
-    assert len(trace.calls(records, "cuEventCreate")) == len(trace.calls(records, "cuEventDestroy")) == 2 * len(calls)
+    events = [len(trace.calls(records, name)) for name in ("cuEventCreate", "cuEventDestroy")]
+    assert events == [3 * len(calls)] * 2  # of the mark, before the copies, behind them
     assert is_sound(node.running)
 
 

@@ -19,7 +19,7 @@ from kvcached_client.cuda import driver as cuda_driver
 from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.driver import CudaFailure
-from kvcached_client.cuda.rows import SMALL_ROWS_MIN, Neighbours, Pieces, Rows, split
+from kvcached_client.cuda.rows import ROWS_MIN, Pieces, Rows, split
 
 PITCH_MAX = 1 << 20
 
@@ -78,7 +78,7 @@ def test_every_piece_is_copied_once(
     pieces = [(to + 5000, of + 7000, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
     assert sorted(bytes_of(unrolled(rows) + listed(left))) == sorted(bytes_of(pieces))
     if rows is not None:
-        assert rows.heights.min() >= SMALL_ROWS_MIN
+        assert rows.heights.min() >= ROWS_MIN
         assert (np.minimum(rows.destination_pitches, rows.source_pitches) >= rows.widths).all()
 
 
@@ -143,66 +143,6 @@ def test_neighbouring_blocks_in_two_allocations_are_two_pieces() -> None:
 
     assert one[2].tolist() == [50, 110, 60]
     assert two[2].tolist() == [50, 60, 50, 60]
-
-
-def neighbouring(
-    blocks: list[int], slots: list[int], *, host: int, pages: list[int], slab_slots: int = 1 << 30
-) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
-    """Pieces of blocks whose layers lie apart; slabs of the host pool are 1000 bytes apart from each other."""
-    insides = [sum(pages[:layer]) for layer in range(len(pages))]
-    numbers = np.zeros((len(blocks), len(pages), 3), np.int64)
-    for index, (block, slot) in enumerate(zip(blocks, slots, strict=True)):
-        for layer, (size, inside) in enumerate(zip(pages, insides, strict=True)):
-            numbers[index, layer, 1 - host] = 100_000 * (layer + 1) + 16 * block
-            numbers[index, layer, host] = slot * sum(pages) + slot // slab_slots * 1000 + inside
-            numbers[index, layer, 2] = size
-    return numbers
-
-
-@st.composite
-def walks(draw: st.DrawFn, count: int) -> list[int]:
-    """Numbers that are often neighbours, none of them twice."""
-    steps = draw(st.lists(st.sampled_from([1, 1, 1, 2, -1, 40]), min_size=count, max_size=count))
-    walked = 50 + np.cumsum(steps)
-    return [int(at) + 1000 * (int(at) in walked[:index]) * (index + 1) for index, at in enumerate(walked)]
-
-
-@given(data=st.data(), host=st.integers(0, 1), pages=st.lists(st.sampled_from([8, 12]), min_size=1, max_size=4))
-def test_pieces_of_neighbouring_blocks_are_copied_once(data: st.DataObject, host: int, pages: list[int]) -> None:
-    """Whichever blocks and slots are neighbours, rows along blocks and what is left are the bytes of the pieces."""
-    count = data.draw(st.integers(1, 9))
-    slots = data.draw(walks(count))
-    numbers = neighbouring(data.draw(walks(count)), slots, host=host, pages=pages, slab_slots=5)
-    rows, left = split(numbers, 0, 0, PITCH_MAX, np.arange(len(pages)), Neighbours(host, sum(pages)))
-
-    assert sorted(bytes_of(unrolled(rows) + listed(left))) == sorted(bytes_of(pieces_in(numbers)))
-    if rows is not None:
-        assert (np.minimum(rows.destination_pitches, rows.source_pitches) >= rows.widths).all()
-
-
-def pieces_in(numbers: np.ndarray[tuple[int, int, int], np.dtype[np.int64]]) -> list[tuple[int, int, int]]:
-    return [(to, of, size) for to, of, size in numbers.reshape(-1, 3).tolist()]
-
-
-@pytest.mark.parametrize("host", [0, 1])
-def test_rows_along_blocks_end_with_the_slab(host: int) -> None:
-    """Each layer of neighbours is a copy; none goes from one slab to the next, which may be registered by itself."""
-    numbers = neighbouring([3, 4, 5, 6, 7], [0, 1, 2, 3, 4], host=host, pages=[8, 8], slab_slots=3)
-    rows, left = split(numbers, 0, 0, PITCH_MAX, np.array([1, 2]), Neighbours(host, 16))
-
-    assert rows is not None
-    assert rows.heights.tolist() == [3, 3, 2, 2]
-    assert sorted(unrolled(rows)) == sorted(pieces_in(numbers))
-    assert listed(left) == []
-
-
-def test_blocks_in_another_order_are_no_neighbours() -> None:
-    """Blocks that follow each other in the host pool and lie the other way round on the device are pieces."""
-    numbers = neighbouring([7, 6, 5], [0, 1, 2], host=0, pages=[8, 8])
-    rows, left = split(numbers, 0, 0, PITCH_MAX, np.array([1, 2]), Neighbours(0, 16))
-
-    assert rows is None
-    assert sorted(listed(left)) == sorted(pieces_in(numbers))
 
 
 class Ranges:
@@ -370,9 +310,10 @@ def test_rows_that_are_queued_before_a_refusal_are_waited_for() -> None:
     driver = SimpleNamespace(call=lambda *_: (0, 1 << 40), devices=lambda: 1)  # all is one allocation
     device: Any = SimpleNamespace(make_stream=lambda: stream, attribute=lambda _: PITCH_MAX, driver=driver)
     copier = CudaCopier(device, range(1 << 20))
-    pieces = array("q", [0, 1 << 30, 64, 64, (1 << 30) + 4096, 64, 128, (1 << 30) + 9999, 32])
+    rows = [number for row in range(ROWS_MIN) for number in (64 * row, (1 << 30) + 4096 * row, 64)]
+    pieces = array("q", [*rows, 64 * ROWS_MIN, (1 << 30) + 99_999, 32])
     with pytest.raises(CudaFailure, match="INVALID_VALUE"):
-        list(copier.copy([Batch(pieces, 0, 0, 3)]))
+        list(copier.copy([Batch(pieces, 0, 0, ROWS_MIN + 1)]))
 
     assert stream.done == ["rows", "waited for"]
 

@@ -33,7 +33,7 @@ _SHARED = "tests/cuda/test_device.py::test_descriptor_keeps_the_memory"
 @caught_by("tests/cuda/test_copier.py::test_layer_is_there_when_it_is_said_to_be")
 def cuda_batch_over_before_its_event(patch: pytest.MonkeyPatch) -> None:
     """A batch counts as copied once it is queued: headers and progress entries tell of bytes that are under way."""
-    rewrite(patch, copier._finished, "queued[0].event.synchronize()", "pass")
+    rewrite(patch, copier._finished, "first.event.synchronize()", "pass")
 
 
 @caught_by("tests/cuda/test_copier.py::test_layer_is_there_when_it_is_said_to_be")
@@ -42,9 +42,17 @@ def cuda_event_before_the_copy(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         CudaCopier._queue,
-        "sent = self._send(batch, stream, to_host=to_host)\nreturn _UnderWay(batch, stream, sent, stream.record())",
-        "over = stream.record()\nreturn _UnderWay(batch, stream, self._send(batch, stream, to_host=to_host), over)",
+        "sent = self._send(batch, stream, to_host=to_host)\n"
+        "return _UnderWay(batch, stream, before, sent, stream.record(spins=batch.is_end))",
+        "over = stream.record()\n"
+        "return _UnderWay(batch, stream, before, self._send(batch, stream, to_host=to_host), over)",
     )
+
+
+@caught_by("tests/cuda/test_copier.py::test_end_of_a_transfer_is_waited_for_in_a_loop_once_it_has_begun")
+def cuda_loop_for_all_that_is_queued(patch: pytest.MonkeyPatch) -> None:
+    """Who waits for the end of a transfer waits in a loop for all that is before it: a core is busy for as long."""
+    rewrite(patch, copier._finished, "first.before.synchronize()", "pass")
 
 
 @caught_by("tests/cuda/test_rows.py::test_layers_at_two_distances_are_two_copies")
@@ -104,16 +112,10 @@ def cuda_piece_leaves_its_allocation(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, rows.merged, "begins |= apart", "pass")
 
 
-@caught_by("tests/cuda/test_rows.py::test_rows_along_blocks_end_with_the_slab")
-def cuda_rows_leave_their_slab(patch: pytest.MonkeyPatch) -> None:
-    """Blocks at any distance are neighbours in the host pool: a copy goes beyond what is registered at once."""
-    rewrite(patch, rows._along_blocks, "== neighbours.block_bytes", "> 0")
-
-
 @caught_by("tests/worker/test_copier.py::test_large_layers_are_several_batches")
 def cuda_layer_told_with_its_first_batch(patch: pytest.MonkeyPatch) -> None:
     """A layer is said to be there when the first of its batches is."""
-    rewrite(patch, CopyPlan.by_layer, "if first + count >= len(blocks)", "if not first")
+    rewrite(patch, CopyPlan.by_layer, "if some.stop == len(blocks)", "if not some.start")
 
 
 @caught_by("tests/client/test_checksums.py::test_end_waits_for_threads_that_read")

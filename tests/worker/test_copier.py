@@ -72,6 +72,38 @@ def test_first_batch_is_small_and_no_batch_is_large(monkeypatch: pytest.MonkeyPa
     assert sum((batch.pieces for batch in batches), array("q")) == whole.pieces
 
 
+@pytest.mark.parametrize(("blocks", "batches"), [(1, [1]), (2, [1, 1]), (3, [1, 2]), (12, [1, 4, 5, 2])])
+def test_last_batch_of_a_transfer_is_small(blocks: int, batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied while who waits for the batch before it wakes up. A large block is no such end."""
+    monkeypatch.setattr(block_copy, "FIRST_BATCH_BYTES_MAX", BLOCK_BYTES)
+    monkeypatch.setattr(block_copy, "BATCH_BYTES_MAX", 5 * BLOCK_BYTES)
+    monkeypatch.setattr(block_copy, "END_BYTES_MAX", 2 * BLOCK_BYTES + 1)
+    with host_rig("layer_first") as rig:
+        slots, places = places_of([(slot, slot) for slot in range(blocks)])
+        planned = list(rig.plan.by_block(slots, places, to_host=True))
+        monkeypatch.setattr(block_copy, "END_BYTES_MAX", BLOCK_BYTES - 1)
+        large = list(rig.plan.by_block(slots, places, to_host=True))
+
+    assert [sum(batch.pieces[2::3]) // BLOCK_BYTES for batch in planned] == batches
+    assert [batch.is_end for batch in planned] == [False] * (len(batches) - 1) + [True]
+    assert not any(batch.is_end for batch in large)
+
+
+@pytest.mark.parametrize("order", ["layer_first", "block_first"])
+def test_last_layer_of_a_load_ends_with_a_small_batch(order: PageOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers before it are one batch each, and the last layer is there when its last batch is."""
+    with host_rig(order) as rig:
+        slots, places = places_of([(slot, SLOTS - 1 - slot) for slot in range(SLOTS)])
+        *layers, last = rig.plan.by_layer(slots, places)
+        page_bytes = sum(last.pieces[2::3]) // SLOTS
+        monkeypatch.setattr(block_copy, "END_BYTES_MAX", 3 * page_bytes)
+        batches = list(rig.plan.by_layer(slots, places))
+
+    assert [batch.layers for batch in batches] == [1] * len(layers) + [0, 1]
+    assert [sum(batch.pieces[2::3]) // page_bytes for batch in batches[-2:]] == [SLOTS - 3, 3]
+    assert [batch.is_end for batch in batches] == [False] * (len(layers) + 1) + [True]
+
+
 @pytest.mark.parametrize("order", ["layer_first", "block_first"])
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_large_layers_are_several_batches(order: PageOrder, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
