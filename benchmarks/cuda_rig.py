@@ -65,7 +65,7 @@ class CudaRig:
         pages = geometry.at(self._pool.address)
         self.layers = len(pages.layers)
         self._plan = CopyPlan(pages.layers, reached.start)
-        self._groups = self._plan.layer_groups(self._loading.layers_at_once)
+        self._groups = self._plan.layer_groups(self._loading, blocks)
         self._transfers = BlockTransfers(
             pages, host, _SHARD, self._memory.view, namespace=bytes(16), fingerprint=bytes(16), copier=self._loading
         )

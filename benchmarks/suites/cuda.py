@@ -23,6 +23,8 @@ from kvcached_client.cuda.driver import CudaMissing, Driver
 
 #: What each copy moves: as much as a prompt of some thousand tokens.
 _COPY_BYTES: Final = 256 << 20
+#: Likewise, of a prompt that hits a few blocks.
+_SHORT_COPY_BYTES: Final = 4 << 20
 _REGISTERED_BYTES: Final = 1 << 30
 #: What a kernel of the engine without torch reads and writes.
 _KERNEL_BYTES: Final = 64 << 20
@@ -105,6 +107,7 @@ def _measure(device: Device, rounds: int) -> Iterator[Result]:
         ratios = [each.value for each in details if each.metric.endswith("_over_one_copy_ratio")]
         yield judge("cuda", f"{kind}_over_one_copy_ratio", min(ratios), "ratio", target=target)
         yield from details
+    yield from _short_load(device, rounds)
     yield from _registration(device, rounds)
     yield from _beside_engine(device, rounds)
 
@@ -162,6 +165,16 @@ def _layer_by_layer(rig: CudaRig, shape: str, target: Targets, rounds: int) -> I
     cost, beyond_ms = best["layers"] / best["bulk"], (min(first_layers) - best["one_copy"] / rig.layers) * 1e3
     yield judge("cuda", f"{shape}_layerwise_over_bulk", cost, "ratio", target=target and _LAYERWISE)
     yield judge("cuda", f"{shape}_first_layer_beyond_its_bytes_ms", beyond_ms, "ms", target=target and _FIRST_LAYER_MS)
+
+
+def _short_load(device: Device, rounds: int) -> Iterator[Result]:
+    """What it costs to copy a few blocks layer by layer."""
+    with ExitStack() as parts:
+        rig = CudaRig(device, _PIECE_SHAPES["pieces_32k"], _SHORT_COPY_BYTES, parts)
+        rig.check()
+        best = _best({"layers": rig.copy_to_device, "bulk": rig.copy_to_device_in_bulk}, rounds)
+    yield judge("cuda", "short_pieces_32k_layerwise_over_bulk", best["layers"] / best["bulk"], "ratio")
+    yield judge("cuda", "short_pieces_32k_load_us", best["layers"] * 1e6, "us")
 
 
 def _registration(device: Device, rounds: int) -> Iterator[Result]:

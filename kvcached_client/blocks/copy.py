@@ -40,7 +40,7 @@ BATCH_GROWTH: Final = 4
 BATCH_BYTES_MAX: Final = 64 << 20
 #: The last batch of a transfer has so many bytes at most, unless a block has more: they are copied while who waits for
 #: the batch before wakes up.
-END_BYTES_MAX: Final = 4 << 20
+END_BYTES_MAX: Final = 8 << 20
 #: From so many pieces on, numpy plans them.
 _PIECES_FOR_NUMPY: Final = 256
 
@@ -92,8 +92,11 @@ class Copier(Protocol):
         Take all of them, or close the generator: until then other threads may read the memory.
         """
 
-    def layers_at_once(self, page_bytes: int) -> int:
-        """How many layers with pages of a size are best copied by one batch."""
+    def layers_at_once(self, page_bytes: int, blocks: int) -> int:
+        """How many layers of so many blocks are best copied by one batch, where they are at even distances."""
+
+    def allocations(self, addresses: Sequence[int]) -> Sequence[int]:
+        """Names of the allocations that addresses on the shard are in. Layers of several are not copied at once."""
 
 
 class MemoryCopier:
@@ -114,10 +117,14 @@ class MemoryCopier:
         """See `Copier.sums`: this thread makes them, since processors are the engine's."""
         return Checksums(threads=0).each(blocks)
 
-    def layers_at_once(self, page_bytes: int) -> int:
+    def layers_at_once(self, page_bytes: int, blocks: int) -> int:
         """See `Copier.layers_at_once`: the next layer can be used the sooner."""
-        del page_bytes
+        del page_bytes, blocks
         return 1
+
+    def allocations(self, addresses: Sequence[int]) -> Sequence[int]:
+        """See `Copier.allocations`."""
+        return [0] * len(addresses)
 
 
 def passing(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -150,16 +157,19 @@ class CopyPlan:
         """Number of pieces for each block in `by_block`."""
         return len(self._layers)
 
-    def layer_groups(self, layers_at_once: Callable[[int], int]) -> list[range]:
+    def layer_groups(self, copier: Copier, blocks: int) -> list[range]:
         """The layers in groups that are copied by one batch each: neighbours at even distances, with pages of one size.
 
         Args:
-            layers_at_once: see `Copier.layers_at_once`.
+            copier: that copies them.
+            blocks: how many of each layer.
         """
         groups: list[range] = []
+        allocations = copier.allocations([layer.address for layer in self._layers])
         for index, layer in enumerate(self._layers):
             last = groups[-1] if groups else range(0)
-            if last and len(last) < layers_at_once(layer.page_bytes) and self._is_even(last, index):
+            may_be_one = last and allocations[last.start] == allocations[index] and self._is_even(last, index)
+            if may_be_one and len(last) < copier.layers_at_once(layer.page_bytes, blocks):
                 groups[-1] = range(last.start, index + 1)
             else:
                 groups.append(range(index, index + 1))
@@ -179,7 +189,7 @@ class CopyPlan:
             groups: of `layer_groups`; None = each layer is one.
         """
         shared: dict[tuple[int, int, int, int], array[int]] = {}  # layers with pages of one size share their pieces
-        groups = groups or self.layer_groups(lambda _: 1)
+        groups = groups or [range(index, index + 1) for index in range(len(self._layers))]
         for group in groups:
             layer, inside = self._layers[group.start], self._insides[group.start]
             shape = layer.page_bytes, layer.stride_bytes
@@ -234,9 +244,11 @@ class CopyPlan:
 
     def _is_even(self, group: range, index: int) -> bool:
         """Whether a layer continues a group of them."""
-        one, other = self._layers[group.stop - 1], self._layers[index]
-        steps = {self._layers[each + 1].address - self._layers[each].address for each in group}
-        return one[1:] == other[1:] and len(steps) == 1
+        one, other = self._layers[index - 1], self._layers[index]
+        if one[1:] != other[1:]:
+            return False
+        first, second = self._layers[group.start], self._layers[group.start + 1]
+        return other.address - one.address == second.address - first.address
 
 
 def _growing_sizes() -> Iterator[int]:

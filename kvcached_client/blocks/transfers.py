@@ -183,7 +183,7 @@ class BlockTransfers:
         stored = host_header.stored_checksums(headers, self._kind(job), work.names)
         bad = tuple(islice(self._bad_blocks(work, stored, doubted), bad_max))
         stop = bad[0] if bad else len(work.blocks)
-        groups = self._plan.layer_groups(self._copier.layers_at_once)
+        groups = self._plan.layer_groups(self._copier, stop)
         batches = self._plan.by_layer(work.blocks[:stop], work.places[:stop], groups)
         for batch in self._copier.copy(batches):
             for _ in range(0 if bad else batch.layers):

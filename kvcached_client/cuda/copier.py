@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +28,8 @@ AHEAD_MAX: Final = 2
 #: Layers of small pages are loaded some at a time, as rows: the more rows a copy has, the faster it is.
 _SMALL_PAGE_BYTES: Final = 32 << 10
 _SMALL_LAYERS_AT_ONCE: Final = 16
+#: Likewise of few blocks: a device copies so many bytes while the next batch is planned.
+_LAYERS_BYTES_MIN: Final = 2 << 20
 
 
 class _UnderWay(NamedTuple):
@@ -71,9 +73,15 @@ class CudaCopier:
             self._to_host.close()
             raise
 
-    def layers_at_once(self, page_bytes: int) -> int:
+    def layers_at_once(self, page_bytes: int, blocks: int) -> int:
         """See `Copier.layers_at_once`."""
-        return _SMALL_LAYERS_AT_ONCE if page_bytes < _SMALL_PAGE_BYTES else 1
+        fewest = _SMALL_LAYERS_AT_ONCE if page_bytes < _SMALL_PAGE_BYTES else 1
+        return max(fewest, _LAYERS_BYTES_MIN // max(1, page_bytes * blocks))
+
+    def allocations(self, addresses: Sequence[int]) -> Sequence[int]:
+        """See `Copier.allocations`."""
+        found: list[int] = self._allocations.starts(np.array(addresses, np.int64)).tolist()
+        return found
 
     def wait(self, mark: Mark) -> None:
         """Copies from now on begin when the work before the mark is over. The caller does not wait."""

@@ -175,7 +175,7 @@ def _come_back(device: Device, parts: ExitStack, pages: list[LayerPages]) -> boo
     expected = random.bytes(half)
     ctypes.memmove(host.address, expected, half)
     for batches in (
-        plan.by_layer(slots, there, plan.layer_groups(copier.layers_at_once)),
+        plan.by_layer(slots, there, plan.layer_groups(copier, len(slots))),
         plan.by_block(slots, back, to_host=True),
     ):
         for _ in copier.copy(batches):

@@ -379,6 +379,12 @@ def small_round_trip(order: str, verify: bool, layers: int, apart: bool = False)
     return round_trip(order, verify, 2, 1, layers, apart)
 
 
+def short_round_trip(layers: int) -> int:
+    """As `round_trip`, with loads that are so short that their layers are loaded some at once."""
+    copier._LAYERS_BYTES_MIN = 8 * BLOCKS * 2 * 2 * 8 * 2 * 16  # type: ignore[misc]
+    return round_trip("layer_first", True, 2, 1, layers)
+
+
 def summed_by_threads(verify: bool) -> int:
     """As `round_trip`, where the machine has processors to spare."""
     checksums.PART_BYTES = 1 << 10  # type: ignore[misc]  # a block or two
@@ -392,11 +398,11 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export, elsewhere),
         *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy, registered_read_only),
-        *(small_round_trip, summed_by_threads),
+        *(small_round_trip, short_round_trip, summed_by_threads),
     )
 }
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    copier._SMALL_PAGE_BYTES = 0  # type: ignore[misc]  # the pages here are small, and what is tried are single layers
+    copier._SMALL_PAGE_BYTES = copier._LAYERS_BYTES_MIN = 0  # type: ignore[misc]  # what is tried are single layers
     sys.stdout.write(json.dumps(PROGRAMS[sys.argv[1]](*json.loads(sys.argv[2]))))

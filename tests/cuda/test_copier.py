@@ -84,6 +84,18 @@ def test_layers_of_a_block_are_rows_of_one_copy(run_program: RunProgram) -> None
     assert sum(each.arguments["bytes"] for each in ran(done.records, "copy")) == 4 * blocks * layers * PAGE_BYTES
 
 
+def test_layers_of_few_blocks_are_loaded_some_at_once(run_program: RunProgram) -> None:
+    """A batch of a layer would take longer to plan than to copy. The next layer is said to be there as ever."""
+    done = run_program("short_round_trip", 20)
+
+    blocks, layers = 10, 20
+    assert done.said == 0
+    assert broken_rules(done.records) == []
+    depths = [each.arguments["depth"] for each in calls(done.records, "cuMemcpy3DAsync")]
+    assert depths == [layers] * 3 * blocks + [8] * 2 * blocks
+    assert [each.arguments["count"] for each in batches(done.records)] == [4 * blocks]
+
+
 @pytest.mark.parametrize("layers", [2, 20])
 def test_rows_are_in_one_allocation(run_program: RunProgram, layers: int) -> None:
     """Layers in allocations of their own are no rows, be they at even distances: a driver refuses such a copy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached_client.blocks.copy import Batch, CopyPlan
+from kvcached_client.blocks.copy import Batch, CopyPlan, MemoryCopier
 from kvcached_client.blocks.pages import LayerPages
 from kvcached_client.cuda import driver as cuda_driver
 from kvcached_client.cuda.allocations import Allocations
@@ -258,21 +258,35 @@ def test_layers_with_strides_of_their_own_are_pieces() -> None:
     assert sorted(listed(left)) == pieces
 
 
+class Grouping(MemoryCopier):
+    """It takes some layers of each size at once, and those of one allocation only."""
+
+    def __init__(self, at_once: dict[int, int], *allocations: int) -> None:
+        self._at_once, self._allocations = at_once, allocations
+
+    def layers_at_once(self, page_bytes: int, blocks: int) -> int:
+        return self._at_once[page_bytes]
+
+    def allocations(self, addresses: Sequence[int]) -> Sequence[int]:
+        return self._allocations
+
+
 @pytest.mark.parametrize("blocks", [3, 40])
 def test_groups_of_layers_hold_every_page_once(blocks: int) -> None:
-    """Groups are neighbours of one size at even distances; their batches have every page of a load once."""
+    """Groups are neighbours of one size at even distances in one allocation; they have every page of a load once."""
     starts = [1 << 30, (1 << 30) + 100_000, (1 << 30) + 200_000, (1 << 30) + 250_000, (1 << 30) + 300_000]
     sizes = [256, 256, 256, 256, 128]
     pages = [LayerPages(start, size, size) for start, size in zip(starts, sizes, strict=True)]
     plan = CopyPlan(pages, host_address=1 << 40)
-    groups = plan.layer_groups(lambda _: 4)
+    groups = plan.layer_groups(Grouping({256: 4, 128: 4}, 0, 0, 0, 0, 0), blocks)
     numbers = list(range(blocks))
     places = [sum(sizes) * number for number in numbers]
 
     assert groups == [range(3), range(3, 4), range(4, 5)]
-    assert plan.layer_groups(lambda page_bytes: 2 if page_bytes == 256 else 1) == [
-        *(range(2), range(2, 4), range(4, 5)),
-    ]  # fmt: skip
+    two = plan.layer_groups(Grouping({256: 2, 128: 1}, 0, 0, 0, 0, 0), blocks)
+    assert two == [range(2), range(2, 4), range(4, 5)]
+    apart = plan.layer_groups(Grouping({256: 4, 128: 4}, 7, 8, 8, 8, 8), blocks)
+    assert apart == [range(1), range(1, 3), range(3, 4), range(4, 5)]
     assert pieces_of(plan.by_layer(numbers, places, groups)) == pieces_of(plan.by_layer(numbers, places))
 
 

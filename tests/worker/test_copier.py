@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached_client.blocks import copy as block_copy
-from kvcached_client.blocks.copy import Batch
+from kvcached_client.blocks.copy import Batch, MemoryCopier
 from kvcached_client.blocks.layout import PageOrder
 from tests.worker.groups import SLOTS
 from tests.worker.host_rigs import BLOCK_BYTES, HOST, HostRig, block_place, host_rig
@@ -72,6 +72,16 @@ def test_first_batch_is_small_and_no_batch_is_large(monkeypatch: pytest.MonkeyPa
     assert sum((batch.pieces for batch in batches), array("q")) == whole.pieces
 
 
+class Grouping(MemoryCopier):
+    """It takes some layers at once."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+
+    def layers_at_once(self, page_bytes: int, blocks: int) -> int:
+        return self._at_once
+
+
 @pytest.mark.parametrize(("blocks", "batches"), [(1, [1]), (2, [1, 1]), (3, [1, 2]), (12, [1, 4, 5, 2])])
 def test_last_batch_of_a_transfer_is_small(blocks: int, batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is copied while who waits for the batch before it wakes up. A large block is no such end."""
@@ -110,7 +120,7 @@ def test_large_layers_are_several_batches(order: PageOrder, at_once: int, monkey
     """The last batch of a group of layers says that they are there, and no other does."""
     with host_rig(order) as rig:
         slots, places = places_of([(slot, SLOTS - 1 - slot) for slot in range(SLOTS)])
-        groups = rig.plan.layer_groups(lambda _: at_once)
+        groups = rig.plan.layer_groups(Grouping(at_once), SLOTS)
         whole = list(rig.plan.by_layer(slots, places, groups))
         group_bytes = len(groups[0]) * BLOCK_BYTES // rig.plan.pieces_per_block
         monkeypatch.setattr(block_copy, "BATCH_BYTES_MAX", 4 * group_bytes)
