@@ -58,7 +58,13 @@ class CopyProcess:
     """
 
     def __init__(
-        self, shard: int, process: subprocess.Popen[bytes], stream: MessageStream, marks: MarkWriter | None
+        self,
+        shard: int,
+        process: subprocess.Popen[bytes],
+        stream: MessageStream,
+        marks: MarkWriter | None,
+        *,
+        closes_marks: bool,
     ) -> None:
         """Use `start`."""
         self.shard = shard
@@ -66,6 +72,7 @@ class CopyProcess:
         self._process = process
         self._stream = stream
         self._marks = marks  #: of tensors on a CUDA device
+        self._closes_marks = closes_marks
         self._numbers = 0
         self._open: set[int] = set()
         self._is_over = False
@@ -84,6 +91,7 @@ class CopyProcess:
         *,
         deadline_ms: int = 1000,
         start_ms: int = START_MS_MAX,
+        marks: MarkWriter | None = None,
     ) -> Self:
         """Start a process that joins a session as one of its shards, and wait until it has joined.
 
@@ -95,6 +103,8 @@ class CopyProcess:
                 is how torch allocates; they are shared by CUDA IPC handles.
             deadline_ms: limit of the process for joining, and for each report to the daemon.
             start_ms: limit for all of it.
+            marks: of the tensors' CUDA device, made before the session was; the caller closes them. None = `mark` makes
+                them.
 
         Raises:
             BadRequest: the tensors are not all in the memory, or are on the CPU, and there is none.
@@ -105,17 +115,18 @@ class CopyProcess:
             OSError: the process cannot be started.
         """
         deadline = time.monotonic() + start_ms / 1000
-        marks = _marks_of(pages) if pages.is_on_cuda else None
+        own = _marks_of(pages) if pages.is_on_cuda and marks is None else None
+        marks = marks or own
         try:
             told = shared(pages, memory, marks)
             begin = Begin(
                 grant.to_bytes(), shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks,
                 pages.fingerprint, deadline_ms,
             )  # fmt: skip
-            made = cls(shard, *_started(told.descriptors), marks)
+            made = cls(shard, *_started(told.descriptors), marks, closes_marks=own is not None)
         except BaseException:
-            if marks is not None:
-                marks.close()
+            if own is not None:
+                own.close()
             raise
         try:
             made._begin(begin, deadline)
@@ -208,7 +219,7 @@ class CopyProcess:
         On a CUDA device it also waits for the work before the last mark.
         """
         self._end()
-        if self._marks is not None:
+        if self._marks is not None and self._closes_marks:
             self._marks.close()
 
     def __enter__(self) -> Self:

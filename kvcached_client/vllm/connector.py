@@ -27,8 +27,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.copy_process.shards import Shards
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
-from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.tensors import OtherMemory, current_device, current_stream
 from kvcached_client.vllm.cache_events import cache_events, publishes_events
 from kvcached_client.vllm.computed_steps import ComputedSteps, steps_of
@@ -56,7 +56,7 @@ from kvcached_client.vllm.settings import (
     check_device_memory,
     read_settings,
 )
-from kvcached_client.vllm.worker import WorkerSide, marks_of
+from kvcached_client.vllm.worker import WorkerSide
 
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
@@ -154,11 +154,14 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 "blocks; choose a --block-size that they take whole"
             )
         self._pages = pages
-        shard, deadline_ms = get_tensor_model_parallel_rank(), self._settings.hold_deadline_ms
-        self._worker = WorkerSide(
-            lambda grant: OffloadShard.join(grant, shard, pages, deadline_ms=deadline_ms),
-            mark=marks_of(pages, current_stream),
+        shards = Shards(
+            pages,
+            get_tensor_model_parallel_rank(),
+            current_stream,
+            deadline_ms=self._settings.hold_deadline_ms,
+            in_process=self._settings.copies == "process" and self._memory is None,
         )
+        self._worker = WorkerSide(shards.join, mark=shards.mark, closed=shards.close)
         if self._memory is not None:
             self._steps = steps_of(pages, current_stream)
 

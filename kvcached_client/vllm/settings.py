@@ -52,18 +52,21 @@ OnReset: TypeAlias = Literal["clear", "keep"]
 #: Whose memory vLLM's KV cache is in.
 DeviceMemory: TypeAlias = Literal["engine", "daemon"]
 
+#: Who copies blocks of tensors on a CUDA device.
+Copies: TypeAlias = Literal["process", "thread"]
+
 #: vLLM is untyped here.
 VllmConfig: TypeAlias = Any
 KvCacheConfig: TypeAlias = Any
 
 HOLD_DEADLINE_MS: Final = 1000
 _HOLD_DEADLINE_MS_MAX: Final = 60_000
-_KEYS: Final = ("device_memory", "hold_deadline_ms", "on_reset", "prefetch", "run_dir", "weights_version")
+_KEYS: Final = ("copies", "device_memory", "hold_deadline_ms", "on_reset", "prefetch", "run_dir", "weights_version")
 #: Of `kv_role`.
 _LOADS_AND_STORES: Final = "kv_both"
 _LOADS: Final = "kv_consumer"
 _DEVICE_TYPES: Final = ("cpu", "cuda")
-_CHOICES: Final = {"device_memory": DeviceMemory, "on_reset": OnReset, "prefetch": PrefetchMode}
+_CHOICES: Final = {"copies": Copies, "device_memory": DeviceMemory, "on_reset": OnReset, "prefetch": PrefetchMode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Settings:
         prefetch: how long a request waits for blocks from the daemon's storage.
         device_memory: whose memory vLLM's KV cache is in; what is in the daemon's outlives this vLLM.
         read_only: only load blocks, and map the host pool to read it: vLLM's role ``kv_consumer``.
+        copies: who copies blocks of tensors on a CUDA device: a process of its own, or a thread of the worker.
         on_reset: whether the namespace is cleared when vLLM resets external caches, as it also does to pause or sleep.
     """
 
@@ -85,6 +89,7 @@ class Settings:
     hold_deadline_ms: int = HOLD_DEADLINE_MS
     prefetch: PrefetchMode = "timeout"
     device_memory: DeviceMemory = "engine"
+    copies: Copies = "process"
     on_reset: OnReset = "clear"
     read_only: bool = False
 

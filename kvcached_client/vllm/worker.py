@@ -1,4 +1,6 @@
-"""A worker's side of the connector: one thread that copies, so that neither the forward pass nor the scheduler waits.
+"""A worker's side of the connector: one thread waits for copies, so that neither forward pass nor scheduler does.
+
+A process of its own makes them, where it can reach the tensors; on the CPU the thread itself does (`Shards`).
 
 Loads go before stores; each kind is carried out in order. Small stores that wait are copied and reported together,
 because a call and a report cost as much as some blocks. Rules:
@@ -25,17 +27,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvcached_client.blocks.jobs import BlockJob
-from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.errors import DeviceError, KvcachedError, Stale, TransportError
+from kvcached_client.copy_process.shards import AnyMark
+from kvcached_client.errors import DeviceError, KvcachedError, RequestError, Stale, TransportError
 from kvcached_client.offload_shard import STORES_PER_REPORT_MAX
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder, StoreReport
-
-if TYPE_CHECKING:
-    from kvcached_client.cuda.engine import Mark
 
 #: How long orders fail without a try after a failed join or a missed deadline.
 QUIET_S: Final = 5.0
@@ -52,15 +51,15 @@ log = logging.getLogger("vllm.kvcached")
 
 
 class Shard(Protocol):
-    """The part of `OffloadShard` that is used. `store_all` and `load` raise `KvcachedError`."""
+    """What `Shards.join` gives, with marks of its own kind. `store_all` and `load` raise `KvcachedError`."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the session is over or the daemon is gone."""
 
-    def store_all(self, jobs: Sequence[BlockJob], *, after: Mark | None) -> None:
+    def store_all(self, jobs: Sequence[BlockJob], *, after: Any) -> None:  # noqa: ANN401 - of its own kind
         """Copy blocks of several stores into the host pool, and report their ends together."""
 
-    def load(self, job: BlockJob, *, after: Mark | None) -> list[int]:
+    def load(self, job: BlockJob, *, after: Any) -> list[int]:  # noqa: ANN401
         """Copy blocks out of the host pool; returns the bad blocks, counted in the order of the job."""
 
     def close(self) -> None:
@@ -79,28 +78,11 @@ class CopyCounts:
     store_seconds: float = 0.0
 
 
-def marks_of(pages: EnginePages, current_stream: Callable[[int], int]) -> Callable[[], Mark | None]:
-    """Marks the stream on which vLLM computes; None for tensors on the CPU, which are written when a step returns.
-
-    Args:
-        pages: the worker's tensors.
-        current_stream: the handle of the calling thread's current stream on a device, by its ordinal.
-
-    Raises:
-        BadRequest: the tensors are on several devices.
-        DeviceError: this process cannot use their device.
-    """
-    if not pages.is_on_cuda:
-        return lambda: None
-    device = pages.device
-    return lambda: device.mark(current_stream(device.ordinal))
-
-
 class _Queued(NamedTuple):
     """Orders that are carried out together: one load, or stores of one session. Copies begin behind the mark."""
 
     orders: tuple[LoadOrder] | tuple[StoreOrder, ...]
-    after: Mark | None
+    after: AnyMark
 
 
 class _WaitingStore(NamedTuple):
@@ -108,7 +90,7 @@ class _WaitingStore(NamedTuple):
 
     order: StoreOrder
     blocks: int
-    after: Mark | None
+    after: AnyMark
 
 
 class WorkerSide:
@@ -117,6 +99,7 @@ class WorkerSide:
     Args:
         join: joins a session as a shard, or raises `KvcachedError`.
         mark: makes the mark behind which copies begin that are ordered now, or raises `DeviceError`.
+        closed: called when nothing is copied any more.
         clock: returns seconds.
     """
 
@@ -124,11 +107,13 @@ class WorkerSide:
         self,
         join: Callable[[SessionGrant], Shard],
         *,
-        mark: Callable[[], Mark | None] = lambda: None,
+        mark: Callable[[], AnyMark] = lambda: None,
+        closed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._join = join
         self._mark = mark
+        self._closed = closed
         self._clock = clock
         self._lock = threading.Lock()
         # Guarded by the lock. The scheduler's side limits the number of orders.
@@ -232,14 +217,17 @@ class WorkerSide:
         self._thread.join(CLOSE_S_MAX)
         if not self._thread.is_alive():
             os.close(self._wake)
+            self._closed()
 
-    def _marked(self) -> Mark | None:
+    def _marked(self) -> AnyMark:
         try:
             return self._mark()
         except DeviceError as error:
             log.error("kvcached: no more copies by this worker: %s", error)  # noqa: TRY400 - vLLM tells where it failed
             self._is_broken = True
-            return None
+        except RequestError as error:
+            log.warning("kvcached: the orders of this step will fail: %s", error)
+        return None
 
     # --- the copying thread -----------------------------------------------------------------------------------------
 
@@ -298,7 +286,7 @@ class WorkerSide:
             log.info("kvcached: the daemon has ended the session, or is gone")
             self._leave()
 
-    def _carry_out(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: Mark | None) -> None:
+    def _carry_out(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: AnyMark) -> None:
         began = time.perf_counter()
         bad = self._copy(orders, after)
         seconds = time.perf_counter() - began
@@ -323,7 +311,7 @@ class WorkerSide:
                 counts.store_failed_blocks += len(lost)
                 counts.store_seconds += seconds
 
-    def _copy(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: Mark | None) -> list[int] | None:
+    def _copy(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: AnyMark) -> list[int] | None:
         """The bad blocks of a load, by their index in the job; none of stores. None if the copy failed completely."""
         first = orders[0]
         shard = None if self._is_asleep else self._shard_of(first.session)

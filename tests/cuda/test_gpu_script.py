@@ -44,6 +44,7 @@ def test_script_for_gpus_runs(library: Path, device: Path, tmp_path: Path) -> No
     copying = json.loads((tmp_path / "copying.json").read_text())
     assert copying["ok"]
     assert copying["ipc_after_death"]["bytes_kept"]
+    assert json.loads((tmp_path / "connector.json").read_text())["device"] == "cpu"
     assert json.loads((tmp_path / "warm.json").read_text())["ok"]
     graphs = json.loads((tmp_path / "graphs.json").read_text())
     assert graphs["ok"]

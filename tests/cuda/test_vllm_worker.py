@@ -20,12 +20,14 @@ WHOLE = "6 bad [] wrong []"
 
 
 @contextmanager
-def worker(node: Node, layout: str, *, leave: bool = True, **driver: object) -> Iterator[LineProcess]:
+def worker(
+    node: Node, layout: str, copies: str = "thread", *, leave: bool = True, **driver: object
+) -> Iterator[LineProcess]:
     """A vLLM in a process of its own."""
     with node.patch.context() as patch:
         for name, value in settings(**driver).items():
             patch.setenv(name, value)
-        process = LineProcess("tests.cuda.vllm_worker", str(node.daemon.run_dir), layout)
+        process = LineProcess("tests.cuda.vllm_worker", str(node.daemon.run_dir), layout, copies)
     try:
         assert process.hear() == "ready"
         yield process
@@ -35,10 +37,11 @@ def worker(node: Node, layout: str, *, leave: bool = True, **driver: object) -> 
         process.end()
 
 
+@pytest.mark.parametrize("copies", ["process", "thread"])
 @pytest.mark.parametrize(("node", "layout"), list(enumerate(VIEWS, 1)), indirect=["node"])
-def test_blocks_of_one_vllm_are_loaded_by_another(node: Node, layout: str) -> None:
+def test_blocks_of_one_vllm_are_loaded_by_another(node: Node, layout: str, copies: str) -> None:
     """In each of vLLM's layouts: stores wait for the steps before them, loads for steps of preempted requests."""
-    with worker(node, layout) as first, worker(node, layout) as second:
+    with worker(node, layout, copies) as first, worker(node, layout, copies) as second:
         for name in ("a", "b", "c"):
             assert first.ask(f"store {name} 6") == "stored"
             assert second.ask(f"load {name} 6") == WHOLE
@@ -46,11 +49,13 @@ def test_blocks_of_one_vllm_are_loaded_by_another(node: Node, layout: str) -> No
         assert first.ask("load a 8") == "8 bad [] wrong []"
 
     records = node.records()
-    copies = trace.calls(records, "cuMemcpyBatchAsync")
+    copies_made = trace.calls(records, "cuMemcpyBatchAsync")
     assert broken_rules(node) == []
-    assert copies
+    assert copies_made
     launching = {record.thread for record in trace.calls(records, "cuLaunchHostFunc")}
-    assert not any(record.thread in launching for record in [*copies, *trace.calls(records, "cuEventSynchronize")])
+    engines = {record.process for record in trace.calls(records, "cuLaunchHostFunc")}
+    assert any(record.process in engines for record in copies_made) == (copies == "thread")
+    assert not any(record.thread in launching for record in [*copies_made, *trace.calls(records, "cuEventSynchronize")])
     assert is_sound(node.running)
 
 

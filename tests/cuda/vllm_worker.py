@@ -1,4 +1,4 @@
-"""A worker of vLLM with tensors on a CUDA device: ``python -m tests.cuda.vllm_worker RUN_DIR LAYOUT``.
+"""A worker of vLLM with tensors on a CUDA device: ``python -m tests.cuda.vllm_worker RUN_DIR LAYOUT COPIES``.
 
 It speaks in lines. One process is scheduler and worker. A forward pass is a late host function on vLLM's stream. The
 connector's own class needs vLLM; what it does with tensors and orders is here.
@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.cuda.device import Device
+from kvcached_client.copy_process.shards import Shards
+from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
-from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
-from kvcached_client.vllm.worker import WorkerSide, marks_of
+from kvcached_client.vllm.worker import WorkerSide
 from tests.client.offload_rig import HostTensor
 from tests.cuda.offload_engine import Stream, seen
 from tests.daemon.offload_process import keys_of
@@ -65,11 +65,17 @@ VIEWS: Final = {
 class Worker:
     """vLLM; its commands are methods."""
 
-    def __init__(self, run_dir: str, layout: str) -> None:
+    def __init__(self, run_dir: str, layout: str, copies: str) -> None:
         self.view = VIEWS[layout]
         self.device = Device(Driver())
-        self._memory = self.device.make_memory(LAYERS * BLOCKS * PAGE_BYTES)
-        memory = seen(self._memory.address, LAYERS * BLOCKS * PAGE_BYTES)
+        self._memory: DeviceMemory | None = None
+        if copies == "process":  # as torch allocates; else as vLLM's allocator does, for what can sleep
+            address = int(self.device.driver.call("cuMemAlloc", LAYERS * BLOCKS * PAGE_BYTES))
+        else:
+            self._memory = self.device.make_memory(LAYERS * BLOCKS * PAGE_BYTES)
+            address = self._memory.address
+        self._address = address
+        memory = seen(address, LAYERS * BLOCKS * PAGE_BYTES)
         self.tensors = self.view.layers(memory)
         self.stream = Stream(self.device)
         pages = EnginePages.of_tensors(
@@ -85,10 +91,14 @@ class Worker:
             layout=OffloadLayout(TOKENS, 1, pages.block_bytes, pages.fingerprint),
             deadline_ms=10_000,
         )
-        self.side = WorkerSide(
-            lambda grant: OffloadShard.join(grant, 0, pages, deadline_ms=10_000),
-            mark=marks_of(pages, lambda ordinal: self.stream.handle if ordinal == self.device.ordinal else -1),
+        shards = Shards(
+            pages,
+            0,
+            lambda ordinal: self.stream.handle if ordinal == self.device.ordinal else -1,
+            deadline_ms=10_000,
+            in_process=copies == "process",
         )
+        self.side = WorkerSide(shards.join, mark=shards.mark, closed=shards.close)
         lock = NotingLock()
         self._changed, self.side._lock = lock.changed, lock  # type: ignore[assignment]
 
@@ -159,6 +169,7 @@ class Worker:
 
     def _sleep(self) -> None:
         """As vLLM's allocator: the memory is given back, and new memory comes to the same place."""
+        assert self._memory is not None
         self.side.fall_asleep()
         address = self._memory.address
         self._memory.close()
@@ -175,7 +186,10 @@ class Worker:
         self.side.close()
         self.client.close()
         self.stream.finish()
-        self._memory.close()
+        if self._memory is None:
+            self.device.driver.call("cuMemFree", self._address)
+        else:
+            self._memory.close()
 
     @property
     def _note(self) -> SessionNote:

@@ -86,6 +86,7 @@ step() { # name, command: its stdout is a result, its stderr a log
 step doctor "$python" -m kvcached doctor --cuda --json
 step checks "$python" -m tests.gpu.checks --mib "${GPU_MIB:-1024}"
 step copying "$python" -m tests.gpu.copying --fills "${GPU_FILLS:-1000}"
+step connector "$python" -m tests.gpu.connector --rounds "${GPU_ROUNDS:-20}"
 step graphs "$python" -m tests.gpu.graphs
 step writes "$python" -m tests.gpu.writes
 step warm "$python" -m tests.gpu.warm --fills "${GPU_WARM_FILLS:-20000}"
