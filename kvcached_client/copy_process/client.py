@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Self
 
 from kvcached_client.blocks.jobs import BlockJob, PackedJob
@@ -24,6 +25,7 @@ from kvcached_client.copy_process.engine_memory import EngineMemory, shared
 from kvcached_client.copy_process.messages import (
     DEVICE_FAILED,
     Begin,
+    Join,
     Load,
     MessageStream,
     NotReady,
@@ -91,7 +93,6 @@ class CopyProcess:
         *,
         deadline_ms: int = 1000,
         start_ms: int = START_MS_MAX,
-        marks: MarkWriter | None = None,
     ) -> Self:
         """Start a process that joins a session as one of its shards, and wait until it has joined.
 
@@ -103,8 +104,6 @@ class CopyProcess:
                 is how torch allocates; they are shared by CUDA IPC handles.
             deadline_ms: limit of the process for joining, and for each report to the daemon.
             start_ms: limit for all of it.
-            marks: of the tensors' CUDA device, made before the session was; the caller closes them. None = `mark` makes
-                them.
 
         Raises:
             BadRequest: the tensors are not all in the memory, or are on the CPU, and there is none.
@@ -115,26 +114,60 @@ class CopyProcess:
             OSError: the process cannot be started.
         """
         deadline = time.monotonic() + start_ms / 1000
+        made = cls.prepare(shard, pages, memory, deadline_ms=deadline_ms)
+        made.join(grant, start_ms=max(1, int((deadline - time.monotonic()) * 1000)))
+        return made
+
+    @classmethod
+    def prepare(
+        cls,
+        shard: int,
+        pages: EnginePages,
+        memory: EngineMemory | None = None,
+        *,
+        deadline_ms: int = 1000,
+        marks: MarkWriter | None = None,
+    ) -> Self:
+        """Start a process that maps a shard's tensors, and waits for the session that it is to join.
+
+        Args:
+            shard: as in `start`.
+            pages: likewise.
+            memory: likewise.
+            deadline_ms: likewise.
+            marks: of the tensors' CUDA device; the caller closes them. None = they are this object's own.
+
+        Raises:
+            BadRequest, DeviceError, OSError: as `start`.
+        """
         own = _marks_of(pages) if pages.is_on_cuda and marks is None else None
-        marks = marks or own
         try:
-            told = shared(pages, memory, marks)
-            begin = Begin(
-                grant.to_bytes(), shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks,
-                pages.fingerprint, deadline_ms,
-            )  # fmt: skip
-            made = cls(shard, *_started(told.descriptors), marks, closes_marks=own is not None)
+            told = shared(pages, memory, marks or own)
+            made = cls(shard, *_started(told.descriptors), marks or own, closes_marks=own is not None)
         except BaseException:
             if own is not None:
                 own.close()
             raise
-        try:
-            made._begin(begin, deadline)
-        except BaseException:
-            made._process.kill()
-            made.close()
-            raise
+        begin = Begin(
+            shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks, pages.fingerprint,
+            deadline_ms,
+        )  # fmt: skip
+        with suppress(OSError):  # it has ended: `join` says so
+            made._stream.send(begin, _SEND_S_MAX)
         return made
+
+    def join(self, grant: SessionGrant, *, start_ms: int = START_MS_MAX) -> None:
+        """Have the process join a session, once, and wait until it has. After an error it is dead, and this is closed.
+
+        Raises:
+            DaemonUnreachable, DeadlineExceeded, RequestError, DeviceError: as `start`.
+        """
+        try:
+            self._join(Join(grant.to_bytes()), time.monotonic() + start_ms / 1000)
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
 
     def mark(self, stream: int) -> int:
         """A mark behind all work that a CUDA stream has now, for `store` and `load`. Any thread may call it.
@@ -209,6 +242,11 @@ class CopyProcess:
         return self._stream.fileno()
 
     @property
+    def is_over(self) -> bool:
+        """Whether the process is known to be gone. Then the session is over."""
+        return self._is_over
+
+    @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
@@ -228,9 +266,9 @@ class CopyProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, begin: Begin, deadline: float) -> None:
+    def _join(self, join: Join, deadline: float) -> None:
         try:
-            self._stream.send(begin, _SEND_S_MAX)
+            self._stream.send(join, _SEND_S_MAX)
             while True:
                 for data in self._stream.receive(max(deadline - time.monotonic(), 0.001)):
                     answer = decode_answer.decode(data)

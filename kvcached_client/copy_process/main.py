@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvcached_client.blocks.mapping import map_sealed
@@ -22,6 +23,7 @@ from kvcached_client.blocks.pages import EnginePages, LayerPages
 from kvcached_client.copy_process.messages import (
     DEVICE_FAILED,
     Begin,
+    Join,
     Load,
     MessageStream,
     NotReady,
@@ -31,6 +33,7 @@ from kvcached_client.copy_process.messages import (
     Ready,
     Store,
     decode_begin,
+    decode_join,
     decode_order,
 )
 from kvcached_client.errors import DeviceError, KvcachedError, RequestError
@@ -119,37 +122,46 @@ class Copying(threading.Thread):
         return Outcome(order.number)
 
 
-def join(begin: Begin, engine: int) -> tuple[OffloadShard, MarkReader | None]:
-    """Map the engine's memory, and join the session.
-
-    Args:
-        begin: what to join.
-        engine: pidfd of the engine.
+def mapped(begin: Begin) -> tuple[EnginePages, MarkReader | None]:
+    """Map the engine's memory.
 
     Raises:
-        KvcachedError: as `OffloadShard.join`; or the memory cannot be mapped.
+        KvcachedError: it cannot be mapped.
     """
     marks: MarkReader | None = None
     owners: tuple[object, ...]
     if begin.device is None:
-        mapped = map_sealed(begin.descriptor, begin.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        addresses, owners = (ctypes.addressof(mapped),), (mapped,)
+        memory = map_sealed(begin.descriptor, begin.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        addresses, owners = (ctypes.addressof(memory),), (memory,)
     else:
         imported = _imported(begin, begin.device)
         addresses, owners, marks = imported.addresses, (imported,), imported.marks
     layers = tuple(
         LayerPages(addresses[each.part] + each.offset, each.page_bytes, each.stride_bytes) for each in begin.layers
     )
-    pages = EnginePages(layers, begin.blocks, begin.fingerprint, owners, begin.device is not None)
+    return EnginePages(layers, begin.blocks, begin.fingerprint, owners, begin.device is not None), marks
+
+
+def joined(begin: Begin, pages: EnginePages, join: Join, engine: int) -> OffloadShard:
+    """Join the session.
+
+    Args:
+        begin: what was mapped.
+        pages: of the memory that was.
+        join: the session.
+        engine: pidfd of the engine.
+
+    Raises:
+        KvcachedError: as `OffloadShard.join`.
+    """
     is_borrowed = begin.device is not None and bool(begin.device.handles)
-    shard = OffloadShard.join(
-        SessionGrant.from_bytes(begin.grant),
+    return OffloadShard.join(
+        SessionGrant.from_bytes(join.grant),
         begin.shard,
         pages,
         deadline_ms=begin.deadline_ms,
         confirm=(lambda: check_alive(engine)) if is_borrowed else None,
     )
-    return shard, marks
 
 
 def _imported(begin: Begin, device: OnDevice) -> ImportedMemory:
@@ -195,9 +207,13 @@ def main(arguments: list[str]) -> int:
     engine = os.pidfd_open(parent)
     if os.getppid() != parent:
         return 0  # it is dead, and another process may have its id
-    begin = _first(connection)
+    messages = _messages(connection)
     try:
-        shard, marks = join(begin, engine)
+        begin = decode_begin(next(messages))
+        pages, marks = mapped(begin)
+        shard = joined(begin, pages, decode_join(next(messages)), engine)
+    except EOFError:
+        return 0  # the engine is gone, or does without
     except KvcachedError as error:
         connection.send(_not_ready(error), None)
         return _NOT_JOINED
@@ -205,10 +221,9 @@ def main(arguments: list[str]) -> int:
     serve(shard, marks, connection, engine)
 
 
-def _first(connection: MessageStream) -> Begin:
+def _messages(connection: MessageStream) -> Iterator[bytes]:
     while True:
-        for data in connection.receive(None):
-            return decode_begin(data)
+        yield from connection.receive(None)
 
 
 def _not_ready(error: KvcachedError) -> NotReady:

@@ -44,10 +44,9 @@ class OnDevice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The first message to the process: what to join, and where the pages lie in the memory.
+    """The first message to the process: whose pages it copies, and where they lie in the memory.
 
     Attributes:
-        grant: `SessionGrant.to_bytes()`, a secret.
         shard: index of the shard.
         descriptor: of the memory, inherited; -1 if all of it is shared by handles.
         memory_bytes: size of the memory that the descriptor is of.
@@ -58,7 +57,6 @@ class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         deadline_ms: as in `OffloadShard.join`.
     """
 
-    grant: bytes
     shard: int
     descriptor: int
     memory_bytes: int
@@ -67,6 +65,12 @@ class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     blocks: int
     fingerprint: bytes
     deadline_ms: int
+
+
+class Join(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The second message: the session to join, `SessionGrant.to_bytes()`, a secret."""
+
+    grant: bytes
 
 
 class Store(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -123,6 +127,7 @@ Answer = Ready | NotReady | Outcome
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_begin: Final = msgspec.msgpack.Decoder(Begin).decode
+decode_join: Final = msgspec.msgpack.Decoder(Join).decode
 decode_order: Final[msgspec.msgpack.Decoder[Order]] = msgspec.msgpack.Decoder(Order)
 decode_answer: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias, Union
 from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.client import CopyProcess
-from kvcached_client.copy_process.engine_memory import shared
 from kvcached_client.copy_process.messages import Outcome
-from kvcached_client.errors import DaemonUnreachable, DeviceError, RequestError
+from kvcached_client.errors import DaemonUnreachable, DeviceError, ErrorCode, RequestError, request_error
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.transport.attach import SessionGrant
 
 if TYPE_CHECKING:
-    from kvcached_client.cuda.engine import Mark
+    from kvcached_client.cuda.engine import EngineDevice, Mark
     from kvcached_client.cuda.marks import MarkWriter
 
 #: Behind which copies begin: of a thread that copies, and of a copy process; None for tensors on the CPU.
@@ -44,28 +43,38 @@ class ProcessShard:
         """See `OffloadShard.store_all`.
 
         Raises:
-            DaemonUnreachable: the process is gone, or has not carried out the stores, for any reason.
+            Stale: the process is gone, and with it the session.
+            DaemonUnreachable: it has not carried out the stores, for any reason.
         """
-        self._outcome(self._copies.store(jobs, after=after))
+        self._ordered(lambda: self._copies.store(jobs, after=after))
 
     def load(self, job: BlockJob, *, after: int | None) -> list[int]:
         """See `OffloadShard.load`. Raises as `store_all`."""
-        return list(self._outcome(self._copies.load(job, after=after)).bad)
+        return list(self._ordered(lambda: self._copies.load(job, after=after)).bad)
 
     def close(self) -> None:
         """Leave the session: the process ends, which cuts a copy short."""
         self._copies.close()
 
-    def _outcome(self, number: int) -> Outcome:
-        poller = select.poll()
-        poller.register(self._copies.fileno(), select.POLLIN)
-        while True:
-            poller.poll()
-            for outcome in self._copies.outcomes():
-                if outcome.number == number:
-                    if outcome.error:
-                        raise DaemonUnreachable(outcome.error)
-                    return outcome
+    def _ordered(self, order: Callable[[], int]) -> Outcome:
+        """The outcome of an order that went well; the only one under way."""
+        try:
+            number, outcomes = order(), list[Outcome]()
+            poller = select.poll()
+            poller.register(self._copies.fileno(), select.POLLIN)
+            while not outcomes:
+                poller.poll()
+                outcomes = [each for each in self._copies.outcomes() if each.number == number]
+        except DaemonUnreachable as error:
+            raise _ended(str(error)) from None
+        (outcome,) = outcomes
+        if outcome.error:
+            raise _ended(outcome.error) if self._copies.is_over else DaemonUnreachable(outcome.error)
+        return outcome
+
+
+def _ended(why: str) -> RequestError:
+    return request_error(ErrorCode.SESSION_EXPIRED, why, "nothing: the scheduler connects again")
 
 
 class Shards:
@@ -98,7 +107,10 @@ class Shards:
         self._current_stream = current_stream
         self._device = pages.device if pages.is_on_cuda else None
         self._deadline_ms = deadline_ms
-        self._marks = _shared_marks(pages) if in_process and pages.is_on_cuda else None
+        self._marks: MarkWriter | None = None  #: for copy processes
+        self._prepared: CopyProcess | None = None
+        if in_process and self._device is not None:
+            self._prepare_process(self._device)
 
     def join(self, grant: SessionGrant) -> OffloadShard | ProcessShard:
         """Join a session.
@@ -108,14 +120,14 @@ class Shards:
         """
         if self._marks is None:
             return OffloadShard.join(grant, self._shard, self._pages, deadline_ms=self._deadline_ms)
+        copies, self._prepared = self._prepared, None
         try:
-            copies = CopyProcess.start(
-                grant, self._shard, self._pages, deadline_ms=self._deadline_ms, marks=self._marks
-            )
+            copies = copies or self._prepare(self._marks)
+            copies.join(grant)
         except (DeviceError, OSError) as error:
-            _log.warning("no process can copy for this engine, a thread will: %s", error)
+            _log.warning("no process can copy for this engine any more, a thread will: %s", error)
             self.close()
-            raise
+            raise DeviceError(str(error)) from error
         return ProcessShard(copies)
 
     def mark(self) -> AnyMark:
@@ -133,21 +145,25 @@ class Shards:
     def close(self) -> None:
         """Give the marks up; waits for the work before them. Orders that have such a mark fail."""
         marks, self._marks = self._marks, None
+        if self._prepared is not None:
+            self._prepared.close()
         if marks is not None:
             marks.close()
 
+    def _prepare_process(self, device: EngineDevice) -> None:
+        """To start one takes a second, which no load is to wait for."""
+        from kvcached_client.cuda.marks import MarkWriter  # noqa: PLC0415 - only tensors on a device need the driver
 
-def _shared_marks(pages: EnginePages) -> MarkWriter | None:
-    """Marks for a process that copies; None where it could not reach what it needs."""
-    from kvcached_client.cuda.marks import MarkWriter  # noqa: PLC0415 - only tensors on a device need the driver
+        marks: MarkWriter | None = None
+        try:
+            marks = MarkWriter(device)
+            self._prepared = self._prepare(marks)
+        except (DeviceError, RequestError, OSError) as error:
+            _log.info("a thread of this process copies, no other process can: %s", error)
+            if marks is not None:
+                marks.close()
+        else:
+            self._marks = marks
 
-    marks: MarkWriter | None = None
-    try:
-        marks = MarkWriter(pages.device)
-        shared(pages, None, marks)
-    except (DeviceError, RequestError) as error:
-        _log.info("a thread of this process copies, as no other process can reach its tensors: %s", error)
-        if marks is not None:
-            marks.close()
-        return None
-    return marks
+    def _prepare(self, marks: MarkWriter) -> CopyProcess:
+        return CopyProcess.prepare(self._shard, self._pages, deadline_ms=self._deadline_ms, marks=marks)

@@ -59,6 +59,37 @@ def test_blocks_of_one_vllm_are_loaded_by_another(node: Node, layout: str, copie
     assert is_sound(node.running)
 
 
+def test_killed_copy_process_fails_its_session_alone(node: Node) -> None:
+    """What it was copying fails, and nothing is wrong; in the next session another process copies."""
+    with worker(node, "LBNHC", "process") as killed, worker(node, "LBNHC", "process") as other:
+        assert killed.ask("store a 6") == "stored"
+        assert killed.ask("kind") == "ProcessShard"
+        for number in range(3):
+            assert killed.ask(f"store_and_kill killed{number} 6") in {"stored", "failed"}
+            assert killed.ask("connect") == "done"
+            assert killed.ask("load a 6") == WHOLE
+            assert killed.ask(f"store again{number} 6") == "stored"
+            assert other.ask(f"load again{number} 6") == WHOLE
+            assert other.ask(f"load killed{number} 6") in {WHOLE, "no hit"}
+    assert broken_rules(node) == []
+    assert is_sound(node.running)
+
+
+def test_thread_copies_where_no_process_can(node: Node) -> None:
+    """Memory of vLLM's own allocator has no handle, and a device may hold no second context: a thread copies then."""
+    with worker(node, "LBNHC", "unshared") as unshared:
+        assert unshared.ask("store a 6") == "stored"
+        assert [unshared.ask("kind"), unshared.ask("load a 6")] == ["OffloadShard", WHOLE]
+    with worker(node, "LBNHC", "process") as poor:
+        poor.ask("fail_process")
+        assert poor.ask("store b 6") == "failed"
+        poor.ask("be_patient")
+        assert poor.ask("store c 6") == "stored"
+        assert [poor.ask("kind"), poor.ask("load c 6")] == ["OffloadShard", WHOLE]
+    refused = "cuIpcGetMemHandle: an IPC handle is made of memory of cuMemAlloc in this process"
+    assert broken_rules(node) == [refused]
+
+
 @pytest.mark.parametrize("node", [1, 2, 3], indirect=True)
 def test_nothing_is_copied_while_vllm_sleeps(node: Node) -> None:
     """A store or a load meets its memory, or fails: none is queued when the memory goes, and none fills it afterwards.

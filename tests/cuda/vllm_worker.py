@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.shards import Shards
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver
+from kvcached_client.errors import DeviceError
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
@@ -82,40 +85,69 @@ class Worker:
             {f"layers.{number}": HostTensor(each, "cuda") for number, each in enumerate(self.tensors)}
         )
         assert (pages.blocks, pages.block_bytes) == (BLOCKS, LAYERS * PAGE_BYTES)
-        self.client = OffloadClient.connect(
-            run_dir,
-            engine="vllm",
-            instance=new_instance(),
-            keyspace=layout.ljust(32).encode(),
-            label=layout,
-            layout=OffloadLayout(TOKENS, 1, pages.block_bytes, pages.fingerprint),
-            deadline_ms=10_000,
-        )
-        shards = Shards(
+        self._run_dir, self._layout = run_dir, layout
+        self._layout_of_blocks = OffloadLayout(TOKENS, 1, pages.block_bytes, pages.fingerprint)
+        self._session = 0
+        self.client = self._connected()
+        self._shards = Shards(
             pages,
             0,
             lambda ordinal: self.stream.handle if ordinal == self.device.ordinal else -1,
             deadline_ms=10_000,
-            in_process=copies == "process",
+            in_process=copies != "thread",
         )
-        self.side = WorkerSide(shards.join, mark=shards.mark, closed=shards.close)
+        self.side = WorkerSide(self._shards.join, mark=self._shards.mark, closed=self._shards.close)
         lock = NotingLock()
         self._changed, self.side._lock = lock.changed, lock  # type: ignore[assignment]
 
+    def connect(self) -> None:
+        """Open another session, as the scheduler's side does when it has lost the last one."""
+        self.client.close()
+        self.client = self._connected()
+
+    def _connected(self) -> OffloadClient:
+        self._session += 1
+        return OffloadClient.connect(
+            self._run_dir,
+            engine="vllm",
+            instance=new_instance(),
+            keyspace=self._layout.ljust(32).encode(),
+            label=self._layout,
+            layout=self._layout_of_blocks,
+            deadline_ms=10_000,
+        )
+
+    def store_and_kill(self, name: str, blocks: int) -> str:
+        """SIGKILL of the process that copies, soon after a store was ordered; what became of the store."""
+        _, wanted, order = self._prepared_store(name, blocks)
+        self._forward(lambda: self._fill(name, wanted))
+        self._step(StepOrders(self._note, (), (order,)))
+        self._wait(lambda: self.side._session == self._session)
+        shard: Any = self.side._shard
+        os.kill(shard._copies.pid, signal.SIGKILL)
+        return self._stored(order)
+
+    def fail_process(self) -> None:
+        """The next process that is to copy cannot use the device."""
+        copies = self._shards._prepared
+        assert copies is not None
+        error = DeviceError("cuCtxCreate: CUDA_ERROR_OUT_OF_MEMORY")
+        copies.join = mock.Mock(side_effect=error)  # type: ignore[method-assign]
+
+    def be_patient(self) -> None:
+        """Some seconds later."""
+        self.side._quiet = (0, 0.0)
+
+    def kind(self) -> str:
+        """What the worker has joined the session with."""
+        return type(self.side._shard).__name__
+
     def store(self, name: str, blocks: int) -> str:
         """A step computes blocks, the next one orders their store; whether that went well."""
-        lease, hit, _, _ = self._acquire(name, blocks)
-        plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
-        self.client.release(lease)
-        wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
+        _, wanted, order = self._prepared_store(name, blocks)
         self._forward(lambda: self._fill(name, wanted))
-        order = StoreOrder(1, self._job(plan, name, wanted))
         self._step(StepOrders(self._note, (), (order,)))
-        self._wait(lambda: self.side._report.done)
-        report = self.side.take_stored()
-        assert report is not None
-        assert report.done == {order.id: 1}
-        return "failed" if report.failed else "stored"
+        return self._stored(order)
 
     def load(self, name: str, blocks: int) -> str:
         """Blocks of a request that was preempted, whose step still writes them, are loaded into: what is there then."""
@@ -125,7 +157,7 @@ class Worker:
         plan = self.client.prepare_load(lease, 0, hit)
         self.client.release(lease)
         self._forward(lambda: self._fill("the preempted request", range(hit)))
-        self._step(StepOrders(self._note, (LoadOrder(1, name, self._job(plan, name, range(hit))),), ()))
+        self._step(StepOrders(self._note, (LoadOrder(self._session, name, self._job(plan, name, range(hit))),), ()))
         self._wait(lambda: self.side._loaded)
         assert self.side.take_loaded() == {name}
         bad = self.side.take_bad_blocks()
@@ -134,29 +166,24 @@ class Worker:
 
     def sleep_in_store(self, name: str, blocks: int, when: str) -> str:
         """VLLM sleeps while blocks are being stored, or are about to be, and wakes up; what became of the store."""
-        lease, hit, _, _ = self._acquire(name, blocks)
-        plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
-        self.client.release(lease)
-        wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
+        transfer, wanted, order = self._prepared_store(name, blocks)
         self._forward(lambda: self._fill(name, wanted))
         self.stream.finish()
-        self._step(StepOrders(self._note, (), (StoreOrder(1, self._job(plan, name, wanted)),)))
+        self._step(StepOrders(self._note, (), (order,)))
         if when == "begun":
             self._wait(lambda: not self.side._stores)
         self._sleep()
-        self._wait(lambda: self.side._report.done)
-        report = self.side.take_stored()
-        assert report is not None
-        if report.failed:
-            self.client.cancel_store(TransferId(plan.transfer), "asleep")  # as the scheduler's side does
-        return "failed" if report.failed else "stored"
+        stored = self._stored(order)
+        if stored == "failed":
+            self.client.cancel_store(transfer, "asleep")  # as the scheduler's side does
+        return stored
 
     def sleep_in_load(self, name: str, blocks: int, when: str) -> str:
         """VLLM sleeps while blocks are being loaded, or are about to be, and wakes up; how many of them were bad."""
         lease, hit, _, _ = self._acquire(name, blocks)
         plan = self.client.prepare_load(lease, 0, hit)
         self.client.release(lease)
-        self._step(StepOrders(self._note, (LoadOrder(1, name, self._job(plan, name, range(hit))),), ()))
+        self._step(StepOrders(self._note, (LoadOrder(self._session, name, self._job(plan, name, range(hit))),), ()))
         if when == "begun":
             self._wait(lambda: not self.side._loads)
         self._sleep()
@@ -193,7 +220,7 @@ class Worker:
 
     @property
     def _note(self) -> SessionNote:
-        return SessionNote(1, self.client.session.to_bytes())
+        return SessionNote(self._session, self.client.session.to_bytes())
 
     def _forward(self, kernel: Callable[[], None]) -> None:
         try:
@@ -209,6 +236,22 @@ class Worker:
     def _wait(self, what: Callable[[], object]) -> None:
         with self._changed:
             assert self._changed.wait_for(what, 20)
+
+    def _prepared_store(self, name: str, blocks: int) -> tuple[TransferId, range, StoreOrder]:
+        """The transfer, the blocks and the order to store what is not cached of a prompt."""
+        lease, hit, _, _ = self._acquire(name, blocks)
+        plan = self.client.prepare_store(lease, hit, keys_of(name, blocks)[16 * hit :])
+        self.client.release(lease)
+        wanted = range(plan.pieces[0].start, plan.pieces[0].start + plan.pieces[0].blocks)
+        return TransferId(plan.transfer), wanted, StoreOrder(self._session, self._job(plan, name, wanted))
+
+    def _stored(self, order: StoreOrder) -> str:
+        """What has become of a store, the only one."""
+        self._wait(lambda: self.side._report.done)
+        report = self.side.take_stored()
+        assert report is not None
+        assert report.done == {order.id: 1}
+        return "failed" if report.failed else "stored"
 
     def _acquire(self, name: str, blocks: int) -> Hold:
         return self.client.acquire(os.urandom(8).hex(), keys_of(name, blocks), blocks * TOKENS, full=True)

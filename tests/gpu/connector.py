@@ -196,7 +196,7 @@ def blocks_of_late_kernels(run_dir: Path, device: str, copies: str, shape: str) 
         scattered = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
         for number in range(_ROUNDS):
             name, (to, of) = (
-                f"{copies} {shape} {number}",
+                f"{copies[0]} {shape} {number}",
                 (scattered[number:][:_PROMPT_BLOCKS], scattered[-_PROMPT_BLOCKS:]),
             )
             order = first.store(name, of)
@@ -230,7 +230,7 @@ def steps_beside_copies(run_dir: Path, device: str, copies: str, rounds: int) ->
     """How much longer a step takes in which a load, or a store, is ordered: the median of rounds."""
     with ExitStack() as parts:
         worker = Worker(run_dir, device, copies, "2BNHC", 32, 4 * _STEP_BLOCKS, parts)
-        names = (f"{copies} beside {number}" for number in count())
+        names = (f"{copies[0]} beside {number}" for number in count())
         blocks = [range(first, first + _STEP_BLOCKS) for first in range(0, worker.blocks, _STEP_BLOCKS)]
         worker.step(((), (worker.store(known := next(names), blocks[0]),)))
         bad = worker.wait(stores=1)

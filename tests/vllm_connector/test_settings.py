@@ -39,7 +39,7 @@ def test_all_keys() -> None:
     [
         (
             {"rundir": "/x", "a": 1},
-            "a, rundir unknown to KvcachedConnector; it knows device_memory, hold_deadline_ms, on_r",
+            "a, rundir unknown to KvcachedConnector; it knows copies, device_memory, hold_dead",
         ),
         ({"run_dir": ""}, "run_dir is ''"),
         ({"run_dir": 3}, "run_dir is 3"),
