@@ -2,20 +2,24 @@
 
     python -P tests/vllm/engine_forks.py
 
-Each line of stdin is an engine to run: a JSON object with `options` of `vllm.LLM`, and `turns`. A turn is a list of
-prompts, which are answered at the same time. vLLM forgets its own prefix cache before each turn. The reply is a line of
-stdout: a list with a list of answers for each turn; an answer is an object with `tokens`, `logprobs` and `cached`. The
-engine has ended then. stderr gets vLLM's log. Runs in vLLM's environment.
+Each line of stdin is an engine to run: a JSON object with `options` of `vllm.LLM`, with `on_device`, whether its KV
+cache is memory of the fake CUDA device, and with `turns`. A turn is a list of prompts, which are answered at the same
+time. vLLM forgets its own prefix cache before each turn. The reply is a line of stdout: a list with a list of answers
+for each turn; an answer is an object with `tokens`, `logprobs` and `cached`. The engine has ended then. stderr gets
+vLLM's log. Runs in vLLM's environment.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 import time
 import traceback
-from typing import Any
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
@@ -24,6 +28,10 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker  # noqa: F401 - imported before the forks
 from vllm import LLM, SamplingParams
 
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import Driver, Stream
+from kvcached_client.tensors import OtherMemory
+from kvcached_client.vllm import connector
 from kvcached_client.vllm.scheduling import waiting
 
 TOKENS = 24
@@ -57,6 +65,8 @@ def run(work: dict[str, Any], writer: int) -> int:
     waiting._STEPS_MIN = sys.maxsize  # type: ignore[misc]
     engine = None
     try:
+        if work["on_device"]:
+            put_on_device()
         engine = LLM(**work["options"])
         if "kv_transfer_config" in work["options"]:
             wait_for_daemon(engine)
@@ -71,6 +81,35 @@ def run(work: dict[str, Any], writer: int) -> int:
         if engine is not None:
             engine.llm_engine.engine_core.shutdown()
     return 0
+
+
+class OnDevice:
+    """A tensor of vLLM's, as a CUDA build would show it."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, SimpleNamespace(type="cuda")
+        self.stride, self.element_size, self.data_ptr = tensor.stride, tensor.element_size, tensor.data_ptr
+
+
+def put_on_device() -> None:
+    """VLLM allocates its KV cache on the fake device, as torch does on a real one; the processor reaches it there."""
+    found = cast("Any", connector)
+    tensors_of = found.tensors_of
+
+    @cache
+    def device() -> tuple[Device, Stream]:  # of each rank, which is a process
+        made = Device(Driver())
+        return made, made.make_stream()
+
+    def allocate(size_bytes: int) -> Any:
+        address = int(device()[0].driver.call("cuMemAlloc", size_bytes))
+        ctypes.memset(address, 0, size_bytes)
+        return (ctypes.c_ubyte * size_bytes).from_address(address)
+
+    found.KvcachedConnector.get_mem_pool_context = lambda _: OtherMemory(allocate)
+    found.tensors_of = lambda caches: {name: OnDevice(each) for name, each in tensors_of(caches).items()}
+    found.current_stream = lambda _: device()[1].handle
 
 
 def turn(engine: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:

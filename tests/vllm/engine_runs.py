@@ -55,7 +55,13 @@ class EngineRuns:
             )
 
     def run(
-        self, model: Path, turns: Sequence[Sequence[Sequence[int]]], *, name: str = "", **options: Any
+        self,
+        model: Path,
+        turns: Sequence[Sequence[Sequence[int]]],
+        *,
+        name: str = "",
+        on_device: bool = False,
+        **options: Any,
     ) -> list[list[Answer]]:
         """The answers of a new engine to some turns of prompts; it has ended on return.
 
@@ -63,6 +69,7 @@ class EngineRuns:
             model: the folder of the model.
             turns: prompts of each turn, which are asked at the same time.
             name: engines share blocks only with those of the same name; "" = no connector.
+            on_device: its KV cache is memory of the fake CUDA device.
             options: of `vllm.LLM`.
 
         Raises:
@@ -75,7 +82,7 @@ class EngineRuns:
             }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"options": all_options, "turns": turns}) + "\n")
+        self._process.stdin.write(json.dumps({"options": all_options, "on_device": on_device, "turns": turns}) + "\n")
         self._process.stdin.flush()
         told = json.loads(self._process.stdout.readline() or "null")
         assert told is not None, self.log.read_text(errors="replace")[-6000:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,8 @@ import pytest
 
 from tests.cuda_driver import trace
 from tests.cuda_driver.conftest import device, library
-from tests.cuda_driver.device import GRANULE_BYTES, live_granules, settings
+from tests.cuda_driver.device import GRANULE_BYTES, live_granules
+from tests.vllm.fake_device import offer_device
 from tests.vllm.warm_loop import PROMPTS, ROOMY, SMALL, WarmLoop
 
 __all__ = ["device", "library"]
@@ -37,27 +36,11 @@ def loop(
 
     A parameter is the longest time, in microseconds, that a stream is late.
     """
-    found = importlib.util.find_spec("cuda.bindings")
-    if found is None or found.origin is None:
-        pytest.skip("cuda-bindings is not installed")
-    bindings = tmp_path / "bindings"  # vLLM's environment has none
-    bindings.mkdir()
-    (bindings / "cuda").symlink_to(Path(found.origin).parents[1])
-    values = {
-        "directory": device,
-        "delay_us": getattr(request, "param", 3000),
-        "seed": 1,
-        "trace": tmp_path / "trace",
-        "memory_mib": 256,
-    }
-    for name, value in settings(**values).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(bindings), os.environ.get("PYTHONPATH")))))
+    traced = offer_device(monkeypatch, library, device, tmp_path, delay_us=getattr(request, "param", 3000), seed=1)
     loop = WarmLoop(tmp_path, models / "model", seed=11, faults=ON_DEVICE)
     with loop.running(tmp_path):
         yield loop
-    assert trace.broken_rules(trace.read(tmp_path / "trace")) == []
+    assert trace.broken_rules(trace.read(traced)) == []
     assert live_granules(device) == 0
 
 

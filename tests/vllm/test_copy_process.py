@@ -1,0 +1,64 @@
+"""Stock vLLM's CPU build whose KV cache is memory of the fake CUDA device: a process of its own copies it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_driver import trace
+from tests.cuda_driver.conftest import device, library
+from tests.cuda_driver.device import live_granules
+from tests.vllm.cache_daemon import CacheDaemon
+from tests.vllm.completions import BLOCK_SIZE, random_tokens
+from tests.vllm.engine_runs import engine_runs
+from tests.vllm.fake_device import offer_device
+
+__all__ = ["device", "library"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+PROMPTS = [random_tokens(f"copied {number}", 3 + number) for number in range(4)]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[CacheDaemon]:
+    """A daemon for the engines of a test."""
+    made = CacheDaemon(tmp_path, slabs=8)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_stock_vllm_s(
+    tmp_path: Path,
+    models: Path,
+    daemon: CacheDaemon,
+    library: Path,
+    device: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+) -> None:
+    """What a process has stored for one vLLM, another process loads for the next; vLLM's own processes copy nothing."""
+    traced = offer_device(monkeypatch, library, device, tmp_path, delay_us=500)
+    model, turns = models / "model", [PROMPTS, PROMPTS]
+    with engine_runs(tmp_path / "log", daemon.run_dir) as runs:
+        first, second = (
+            runs.run(model, turns, name=f"copied {ranks}", on_device=True, tensor_parallel_size=ranks) for _ in range(2)
+        )
+        expected = runs.run(model, turns, tensor_parallel_size=ranks)
+
+    for found in (*first, *second):
+        for answer, plain, prompt in zip(found, expected[0], PROMPTS, strict=True):
+            assert (answer.tokens, answer.logprobs) == (plain.tokens, plain.logprobs)
+            blocks = (len(prompt) - 1) // BLOCK_SIZE
+            assert answer.cached == (0 if found is first[0] else blocks * BLOCK_SIZE)
+    records = trace.read(traced)
+    assert trace.broken_rules(records) == []
+    engines = {each.process for each in trace.calls(records, "cuMemAlloc")}
+    copying = {each.process for each in trace.calls(records, "cuMemcpyBatchAsync")}
+    assert len(engines) == len(copying) == 2 * ranks
+    assert not engines & copying
+    assert live_granules(device) == 0
