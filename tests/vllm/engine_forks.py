@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_MET
 
 import vllm.v1.engine.llm_engine
 import vllm.v1.executor.multiproc_executor
-import vllm.v1.worker.cpu_worker  # noqa: F401 - imported before the forks
+import vllm.v1.worker.cpu_worker
 from vllm import LLM, SamplingParams
 
 from kvcached_client.cuda.device import Device
@@ -107,6 +108,8 @@ def put_on_device() -> None:
         ctypes.memset(address, 0, size_bytes)
         return (ctypes.c_ubyte * size_bytes).from_address(address)
 
+    # On CPUs vLLM spawns its ranks, which would know nothing of this.
+    vllm.v1.executor.multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     found.KvcachedConnector.get_mem_pool_context = lambda _: OtherMemory(allocate)
     found.tensors_of = lambda caches: {name: OnDevice(each) for name, each in tensors_of(caches).items()}
     found.current_stream = lambda _: device()[1].handle
