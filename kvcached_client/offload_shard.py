@@ -66,8 +66,9 @@ class _Memory(NamedTuple):
             if mark is None:
                 return nullcontext()
             raise bad_value("a mark for tensors on the CPU", "leave it out: they are written when `store` is called")
-        if mark is None:
-            raise bad_value("no mark for tensors on a CUDA device", "give `after=shard.mark(stream)`")
+        if mark is None or isinstance(mark, int):
+            what = "no mark" if mark is None else "the mark of a copy process"
+            raise bad_value(f"{what} for tensors on a CUDA device", "give `after=shard.mark(stream)`")
         return self.device.after(mark)
 
 

@@ -38,9 +38,10 @@ PIECES_MAX: Final = 2048
 FIRST_BATCH_BYTES_MAX: Final = 4 << 20
 BATCH_GROWTH: Final = 4
 BATCH_BYTES_MAX: Final = 64 << 20
-#: The last batch of a transfer has so many bytes at most, unless a block has more: they are copied while who waits for
-#: the batch before wakes up.
+#: The last batch of a transfer has so many bytes and pieces at most, unless a block has more: they are copied while who
+#: waits for the batch before wakes up.
 END_BYTES_MAX: Final = 8 << 20
+END_PIECES_MAX: Final = 256
 #: From so many pieces on, numpy plans them.
 _PIECES_FOR_NUMPY: Final = 256
 
@@ -55,7 +56,7 @@ class Batch(NamedTuple):
         source: an address.
         per_block: how many pieces each block has; those of a block follow each other, in the order of the layers.
         layers: so many more layers of all blocks are copied when this batch is; 0 = the next batches belong to them.
-        is_end: nothing of the transfer is behind it, and it has at most `END_BYTES_MAX`.
+        is_end: nothing of the transfer is behind it, and it has at most `END_BYTES_MAX` and `END_PIECES_MAX`.
     """
 
     pieces: array[int]
@@ -195,7 +196,8 @@ class CopyPlan:
             shape = layer.page_bytes, layer.stride_bytes
             size_bytes = layer.page_bytes * len(group)
             lengths = repeat(BATCH_BYTES_MAX // size_bytes)
-            for some, is_end in _spans(len(blocks), lengths, END_BYTES_MAX // size_bytes if group is groups[-1] else 0):
+            end_max = _end_max(size_bytes, len(group)) if group is groups[-1] else 0
+            for some, is_end in _spans(len(blocks), lengths, end_max):
                 done = len(group) if some.stop == len(blocks) else 0
                 if len(group) > 1:
                     pieces = self._pieces(blocks[some], places[some], group, to_host=False)
@@ -212,7 +214,7 @@ class CopyPlan:
         layers = range(len(self._layers))
         bases = (self._host_address, 0) if to_host else (0, self._host_address)
         lengths = (min(PIECES_MAX // len(layers), size_bytes // self._block_bytes) for size_bytes in _growing_sizes())
-        for some, is_end in _spans(len(blocks), lengths, END_BYTES_MAX // self._block_bytes):
+        for some, is_end in _spans(len(blocks), lengths, _end_max(self._block_bytes, len(layers))):
             pieces = self._pieces(blocks[some], places[some], layers, to_host=to_host)
             yield Batch(pieces, *bases, len(layers), is_end=is_end)
 
@@ -257,6 +259,11 @@ def _growing_sizes() -> Iterator[int]:
     while True:
         yield size_bytes
         size_bytes = min(BATCH_GROWTH * size_bytes, BATCH_BYTES_MAX)
+
+
+def _end_max(size_bytes: int, pieces: int) -> int:
+    """How many blocks the end of a transfer has, at most, of so many bytes and pieces each; 0 = there is no end."""
+    return min(END_BYTES_MAX // size_bytes, END_PIECES_MAX // pieces)
 
 
 def _spans(count: int, lengths: Iterator[int], end_max: int) -> Iterator[tuple[slice, bool]]:

@@ -52,7 +52,9 @@ _END_S_MAX: Final = 5.0
 
 
 class CopyProcess:
-    """One shard of a session, whose copies a process of its own makes. Made by `start`; used by one thread.
+    """One shard of a session, whose copies a process of its own makes. Used by one thread.
+
+    Made by `start`, or by `prepare` before there is a session.
 
     Attributes:
         shard: index of this shard.
@@ -68,7 +70,7 @@ class CopyProcess:
         *,
         closes_marks: bool,
     ) -> None:
-        """Use `start`."""
+        """Use `start` or `prepare`."""
         self.shard = shard
         self.epoch = 0
         self._process = process
@@ -107,10 +109,11 @@ class CopyProcess:
 
         Raises:
             BadRequest: the tensors are not all in the memory, or are on the CPU, and there is none.
-            DaemonUnreachable: there is no daemon, or the process has ended.
+            DaemonUnreachable: there is no daemon.
             DeadlineExceeded: the process has not joined in time; it was killed.
             RequestError: as `OffloadShard.join`.
-            DeviceError: one of the two processes cannot use the device, its memory or the marks of the other one.
+            DeviceError: one of the two processes cannot use the device, its memory or the marks of the other one; or
+                the process has ended before it had joined.
             OSError: the process cannot be started.
         """
         deadline = time.monotonic() + start_ms / 1000
@@ -141,19 +144,23 @@ class CopyProcess:
             BadRequest, DeviceError, OSError: as `start`.
         """
         own = _marks_of(pages) if pages.is_on_cuda and marks is None else None
+        made: Self | None = None
         try:
             told = shared(pages, memory, marks or own)
+            begin = Begin(
+                shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks, pages.fingerprint,
+                deadline_ms,
+            )  # fmt: skip
             made = cls(shard, *_started(told.descriptors), marks or own, closes_marks=own is not None)
+            with suppress(OSError):  # it has ended: `join` says so
+                made._stream.send(begin, _SEND_S_MAX)
         except BaseException:
-            if own is not None:
+            if made is not None:
+                made.abort()
+                made.close()
+            elif own is not None:
                 own.close()
             raise
-        begin = Begin(
-            shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks, pages.fingerprint,
-            deadline_ms,
-        )  # fmt: skip
-        with suppress(OSError):  # it has ended: `join` says so
-            made._stream.send(begin, _SEND_S_MAX)
         return made
 
     def join(self, grant: SessionGrant, *, start_ms: int = START_MS_MAX) -> None:
@@ -165,7 +172,7 @@ class CopyProcess:
         try:
             self._join(Join(grant.to_bytes()), time.monotonic() + start_ms / 1000)
         except BaseException:
-            self._process.kill()
+            self.abort()
             self.close()
             raise
 
@@ -214,8 +221,9 @@ class CopyProcess:
     def outcomes(self) -> list[Outcome]:
         """The orders that have ended since the last call. Never waits for a copy.
 
-        If the process has ended, it is dead when this returns, so that nothing writes the engine's memory any more, and
-        every order without an outcome has failed: `error` says why. The session is over then.
+        If the process has ended, and nothing else is to be told, it is dead when this returns, so that nothing writes
+        the engine's memory any more, and every order without an outcome has failed: `error` says why. The session is
+        over then.
         """
         found: list[Outcome] = []
         try:
@@ -225,7 +233,8 @@ class CopyProcess:
         except BlockingIOError:
             pass
         except EOFError:
-            self._end()
+            if not found:  # what it has done comes first, and the end of the session with the next call
+                self._end()
         self._open.difference_update(outcome.number for outcome in found)
         if self._is_over:
             found += [Outcome(number, error=self._ending()) for number in sorted(self._open)]
@@ -251,10 +260,14 @@ class CopyProcess:
         """The process's id."""
         return self._process.pid
 
+    def abort(self) -> None:
+        """Kill the process, with all its copies. Any thread may call this; `close` is to follow."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process, which cuts copies short, and wait for its death. May be called again.
 
-        On a CUDA device it also waits for the work before the last mark.
+        On a CUDA device it also waits for the work before the last mark, unless the marks are the caller's.
         """
         self._end()
         if self._marks is not None and self._closes_marks:
@@ -268,7 +281,8 @@ class CopyProcess:
 
     def _join(self, join: Join, deadline: float) -> None:
         try:
-            self._stream.send(join, _SEND_S_MAX)
+            with suppress(OSError):  # it has ended, and may have said why
+                self._stream.send(join, _SEND_S_MAX)
             while True:
                 for data in self._stream.receive(max(deadline - time.monotonic(), 0.001)):
                     answer = decode_answer.decode(data)
@@ -281,7 +295,7 @@ class CopyProcess:
             raise DeadlineExceeded("the copy process has not joined the session in time") from None
         except (EOFError, OSError):
             self._end()
-            raise DaemonUnreachable(self._ending()) from None
+            raise DeviceError(f"{self._ending()}, and had not joined") from None
 
     def _order(self, order: Order) -> int:
         self._check()

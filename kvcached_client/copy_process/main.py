@@ -118,7 +118,10 @@ class Copying(threading.Thread):
         except DeviceError:
             raise
         except KvcachedError as error:
-            return Outcome(order.number, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX])
+            told = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
+            if isinstance(error, RequestError):
+                return Outcome(order.number, error=told, code=error.code, fix=error.fix)
+            return Outcome(order.number, error=told)
         return Outcome(order.number)
 
 
@@ -207,7 +210,7 @@ def main(arguments: list[str]) -> int:
     engine = os.pidfd_open(parent)
     if os.getppid() != parent:
         return 0  # it is dead, and another process may have its id
-    messages = _messages(connection)
+    messages = _messages(connection, engine)
     try:
         begin = decode_begin(next(messages))
         pages, marks = mapped(begin)
@@ -221,9 +224,14 @@ def main(arguments: list[str]) -> int:
     serve(shard, marks, connection, engine)
 
 
-def _messages(connection: MessageStream) -> Iterator[bytes]:
-    while True:
+def _messages(connection: MessageStream, engine: int) -> Iterator[bytes]:
+    """Until the engine is dead, though a forked child of it may still have the connection. Then EOFError."""
+    poller = select.poll()
+    for descriptor in (connection.fileno(), engine):
+        poller.register(descriptor, select.POLLIN)
+    while {descriptor for descriptor, _ in poller.poll()} == {connection.fileno()}:
         yield from connection.receive(None)
+    raise EOFError
 
 
 def _not_ready(error: KvcachedError) -> NotReady:

@@ -115,11 +115,14 @@ class Outcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         number: of the order, as `CopyProcess.store` and `load` returned it.
         bad: as `OffloadShard.load` returns them; empty for stores.
         error: why no block counts as copied; "" = the order was carried out.
+        code, fix: of the error, if the daemon or the copy process has refused the order.
     """
 
     number: int
     bad: tuple[int, ...] = ()
     error: str = ""
+    code: ErrorCode | None = None
+    fix: str = ""
 
 
 Order = Store | Load

@@ -15,7 +15,14 @@ from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.copy_process.messages import Outcome
-from kvcached_client.errors import DaemonUnreachable, DeviceError, ErrorCode, RequestError, request_error
+from kvcached_client.errors import (
+    DaemonUnreachable,
+    DeadlineExceeded,
+    DeviceError,
+    ErrorCode,
+    RequestError,
+    request_error,
+)
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.transport.attach import SessionGrant
 
@@ -26,7 +33,8 @@ if TYPE_CHECKING:
 #: Behind which copies begin: of a thread that copies, and of a copy process; None for tensors on the CPU.
 AnyMark: TypeAlias = Union["Mark", int, None]
 
-_log: Final = logging.getLogger(__name__)
+#: How long loads of a new session may wait for a process, at most.
+START_MS_MAX: Final = 10_000
 
 
 class ProcessShard:
@@ -36,15 +44,23 @@ class ProcessShard:
         self._copies = copies
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the session is over or the daemon is gone."""
-        return self._copies.fileno()
+        """A descriptor that becomes readable when the session is over or the daemon is gone.
+
+        Raises:
+            Stale: that is known already.
+        """
+        try:
+            return self._copies.fileno()
+        except DaemonUnreachable as error:
+            raise _ended(str(error)) from None
 
     def store_all(self, jobs: Sequence[BlockJob], *, after: int | None) -> None:
         """See `OffloadShard.store_all`.
 
         Raises:
             Stale: the process is gone, and with it the session.
-            DaemonUnreachable: it has not carried out the stores, for any reason.
+            RequestError: it, or the daemon, has refused the stores.
+            DaemonUnreachable: it has not carried them out, for another reason.
         """
         self._ordered(lambda: self._copies.store(jobs, after=after))
 
@@ -55,6 +71,10 @@ class ProcessShard:
     def close(self) -> None:
         """Leave the session: the process ends, which cuts a copy short."""
         self._copies.close()
+
+    def abort(self) -> None:
+        """Let copies under way fail at once, which may never end otherwise. Any thread may call this."""
+        self._copies.abort()
 
     def _ordered(self, order: Callable[[], int]) -> Outcome:
         """The outcome of an order that went well; the only one under way."""
@@ -68,9 +88,13 @@ class ProcessShard:
         except DaemonUnreachable as error:
             raise _ended(str(error)) from None
         (outcome,) = outcomes
-        if outcome.error:
-            raise _ended(outcome.error) if self._copies.is_over else DaemonUnreachable(outcome.error)
-        return outcome
+        if not outcome.error:
+            return outcome
+        if self._copies.is_over:
+            raise _ended(outcome.error)
+        if outcome.code is not None:
+            raise request_error(outcome.code, outcome.error, outcome.fix)
+        raise DaemonUnreachable(outcome.error)
 
 
 def _ended(why: str) -> RequestError:
@@ -80,6 +104,8 @@ def _ended(why: str) -> RequestError:
 class Shards:
     """Joins sessions as a shard of an engine, and marks the streams that its tensors are written by.
 
+    `mark` and `abort` may be called by another thread than the rest.
+
     Args:
         pages: the shard's tensors.
         shard: its index.
@@ -87,6 +113,7 @@ class Shards:
         deadline_ms: limit for joining, and for each report to the daemon.
         in_process: let a process copy. Where its device or its memory cannot be shared with one, threads copy, and the
             log says why.
+        log: the engine's.
 
     Raises:
         BadRequest: the tensors are on several devices.
@@ -101,40 +128,52 @@ class Shards:
         *,
         deadline_ms: int,
         in_process: bool,
+        log: logging.Logger,
     ) -> None:
         self._pages = pages
         self._shard = shard
         self._current_stream = current_stream
         self._device = pages.device if pages.is_on_cuda else None
         self._deadline_ms = deadline_ms
+        self._log = log
         self._marks: MarkWriter | None = None  #: for copy processes
         self._prepared: CopyProcess | None = None
+        self._under_way: CopyProcess | None = None  #: that joins, or has joined
         if in_process and self._device is not None:
-            self._prepare_process(self._device)
+            self._begin(self._device)
+
+    def prepare(self) -> None:
+        """Start the process for the next session: that takes a second, for which its loads would wait."""
+        if self._marks is None or self._prepared is not None:
+            return
+        try:
+            self._prepared = self._started(self._marks)
+        except (DeviceError, OSError) as error:
+            self._log.warning("kvcached: no copy process can be started now: %s", error)  # `join` tries again
 
     def join(self, grant: SessionGrant) -> OffloadShard | ProcessShard:
-        """Join a session.
+        """Join a session. That one has ended which was joined before.
 
         Raises:
             KvcachedError: as `OffloadShard.join`, or `CopyProcess.start`.
         """
         if self._marks is None:
             return OffloadShard.join(grant, self._shard, self._pages, deadline_ms=self._deadline_ms)
-        copies, self._prepared = self._prepared, None
+        prepared, self._prepared = self._prepared, None
         try:
-            copies = copies or self._prepare(self._marks)
-            copies.join(grant)
-        except (DeviceError, OSError) as error:
-            _log.warning("no process can copy for this engine any more, a thread will: %s", error)
+            self._under_way = prepared or self._started(self._marks)
+            self._under_way.join(grant, start_ms=START_MS_MAX)
+        except (DeviceError, DeadlineExceeded, OSError) as error:
+            self._log.warning("kvcached: no process can copy for this worker any more, a thread will: %s", error)
             self.close()
             raise DeviceError(str(error)) from error
-        return ProcessShard(copies)
+        return ProcessShard(self._under_way)
 
     def mark(self) -> AnyMark:
         """A mark behind all that this thread has launched on its current stream; None for tensors on the CPU.
 
         Raises:
-            BadRequest: a thousand marks are ahead of the device.
+            BadRequest: a thousand marks are ahead of the device, or a thread copies from now on.
             DeviceError: the driver refused.
         """
         if self._device is None:
@@ -142,28 +181,33 @@ class Shards:
         stream, marks = self._current_stream(self._device.ordinal), self._marks
         return self._device.mark(stream) if marks is None else marks.mark(stream)
 
+    def abort(self) -> None:
+        """Let the copies of a process fail at once: they may be behind marks that their stream never comes to."""
+        if (copies := self._under_way) is not None:
+            copies.abort()
+
     def close(self) -> None:
-        """Give the marks up; waits for the work before them. Orders that have such a mark fail."""
+        """Give the marks up. Orders that have such a mark fail."""
         marks, self._marks = self._marks, None
         if self._prepared is not None:
+            self._prepared.abort()
             self._prepared.close()
         if marks is not None:
-            marks.close()
+            marks.close(waits=False)
 
-    def _prepare_process(self, device: EngineDevice) -> None:
-        """To start one takes a second, which no load is to wait for."""
+    def _begin(self, device: EngineDevice) -> None:
         from kvcached_client.cuda.marks import MarkWriter  # noqa: PLC0415 - only tensors on a device need the driver
 
         marks: MarkWriter | None = None
         try:
             marks = MarkWriter(device)
-            self._prepared = self._prepare(marks)
+            self._prepared = self._started(marks)
         except (DeviceError, RequestError, OSError) as error:
-            _log.info("a thread of this process copies, no other process can: %s", error)
+            self._log.info("kvcached: a thread of this worker copies, no other process can: %s", error)
             if marks is not None:
                 marks.close()
         else:
             self._marks = marks
 
-    def _prepare(self, marks: MarkWriter) -> CopyProcess:
+    def _started(self, marks: MarkWriter) -> CopyProcess:
         return CopyProcess.prepare(self._shard, self._pages, deadline_ms=self._deadline_ms, marks=marks)

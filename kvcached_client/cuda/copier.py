@@ -17,7 +17,7 @@ from kvcached_client.blocks.checksums import Checksums, Runs, ended, spare_threa
 from kvcached_client.blocks.copy import Batch, passing
 from kvcached_client.cuda.allocations import Allocations
 from kvcached_client.cuda.device import Device
-from kvcached_client.cuda.driver import CudaFailure, Event, Stream
+from kvcached_client.cuda.driver import Event, Stream
 from kvcached_client.cuda.rows import Numbers, Pieces, addressed, merged, split
 
 if TYPE_CHECKING:
@@ -147,10 +147,12 @@ class CudaCopier:
         try:
             sent = self._send(batch, stream, to_host=to_host)
             return _UnderWay(batch, stream, before, sent, stream.record(spins=batch.is_end))
-        except CudaFailure:
-            if before is not None:
-                before.close()
-            stream.synchronize()  # some of the batch may be queued, and nobody would wait for it
+        except BaseException:
+            try:
+                stream.synchronize()  # some of the batch may be queued, and nobody would wait for it
+            finally:
+                if before is not None:
+                    before.close()
             raise
 
     def _send(self, batch: Batch, stream: Stream, *, to_host: bool) -> Pieces:

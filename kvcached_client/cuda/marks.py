@@ -99,8 +99,12 @@ class MarkWriter:
             self._last = number
         return number
 
-    def close(self) -> None:
-        """Give the page up, once the device has come to all marks. Where it has failed, the page stays registered."""
+    def close(self, *, waits: bool = True) -> None:
+        """Give the page up, once the device has come to all marks. Where it has failed, the page stays registered.
+
+        Args:
+            waits: for marks that are ahead of the device; else the page stays registered then, too.
+        """
         with self._lock:
             descriptor, self.descriptor = self.descriptor, -1
         if descriptor < 0:
@@ -109,6 +113,8 @@ class MarkWriter:
         try:
             with self._owner.device.current():
                 if not all(map(self._is_reached, range(max(1, self._last - MARKS_MAX + 1), self._last + 1))):
+                    if not waits:
+                        return
                     self._owner.device.driver.call("cuCtxSynchronize")
                 self._page.registered.close()
         except CudaFailure as error:

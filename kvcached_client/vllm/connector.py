@@ -155,13 +155,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
         self._pages = pages
         shards = Shards(
-            pages,
-            get_tensor_model_parallel_rank(),
-            current_stream,
+            pages, get_tensor_model_parallel_rank(), current_stream, log=log,
             deadline_ms=self._settings.hold_deadline_ms,
             in_process=self._settings.copies == "process" and self._memory is None,
-        )
-        self._worker = WorkerSide(shards.join, mark=shards.mark, closed=shards.close)
+        )  # fmt: skip
+        self._worker = WorkerSide(shards)
         if self._memory is not None:
             self._steps = steps_of(pages, current_stream)
 

@@ -1,6 +1,6 @@
 """A worker's side of the connector: one thread waits for copies, so that neither forward pass nor scheduler does.
 
-A process of its own makes them, where it can reach the tensors; on the CPU the thread itself does (`Shards`).
+A process of its own makes them where it can reach the tensors, on CUDA devices; else the thread itself does (`Shards`).
 
 Loads go before stores; each kind is carried out in order. Small stores that wait are copied and reported together,
 because a call and a report cost as much as some blocks. Rules:
@@ -66,6 +66,25 @@ class Shard(Protocol):
         """Leave the session, and unmap the host pool."""
 
 
+class ShardSource(Protocol):
+    """The part of `Shards` that is used."""
+
+    def prepare(self) -> None:
+        """Get ready for the next session."""
+
+    def join(self, grant: SessionGrant) -> Shard:
+        """Join a session, or raise `KvcachedError`."""
+
+    def mark(self) -> AnyMark:
+        """The mark behind which copies begin that are ordered now; or raise `DeviceError`, or `RequestError`."""
+
+    def abort(self) -> None:
+        """End copies that may never end by themselves. Any thread may call this."""
+
+    def close(self) -> None:
+        """Nothing is copied any more."""
+
+
 @dataclass(slots=True)
 class CopyCounts:
     """Numbers of copied and failed blocks, and the time of the copies. vLLM computes blocks whose load failed."""
@@ -97,23 +116,12 @@ class WorkerSide:
     """Copies blocks for one worker. All methods are for the worker's thread.
 
     Args:
-        join: joins a session as a shard, or raises `KvcachedError`.
-        mark: makes the mark behind which copies begin that are ordered now, or raises `DeviceError`.
-        closed: called when nothing is copied any more.
+        shards: where copies are made.
         clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        join: Callable[[SessionGrant], Shard],
-        *,
-        mark: Callable[[], AnyMark] = lambda: None,
-        closed: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._join = join
-        self._mark = mark
-        self._closed = closed
+    def __init__(self, shards: ShardSource, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shards = shards
         self._clock = clock
         self._lock = threading.Lock()
         # Guarded by the lock. The scheduler's side limits the number of orders.
@@ -215,16 +223,20 @@ class WorkerSide:
             self._is_closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(CLOSE_S_MAX)
+        if self._thread.is_alive():
+            self._shards.abort()
+            self._thread.join(CLOSE_S_MAX)
         if not self._thread.is_alive():
             os.close(self._wake)
-            self._closed()
+            self._shards.close()
 
     def _marked(self) -> AnyMark:
         try:
-            return self._mark()
+            return self._shards.mark()
         except DeviceError as error:
             log.error("kvcached: no more copies by this worker: %s", error)  # noqa: TRY400 - vLLM tells where it failed
             self._is_broken = True
+            self._shards.abort()
         except RequestError as error:
             log.warning("kvcached: the orders of this step will fail: %s", error)
         return None
@@ -265,7 +277,8 @@ class WorkerSide:
         while self._stores and len(orders) < STORES_TOGETHER_MAX:
             following = self._stores[0]
             blocks += following.blocks
-            if blocks > BLOCKS_TOGETHER_MAX or following.order.session != order.session:
+            is_alike = following.order.session == order.session and (following.after is None) == (after is None)
+            if blocks > BLOCKS_TOGETHER_MAX or not is_alike:
                 break
             orders.append(following.order)
             after = following.after
@@ -277,7 +290,11 @@ class WorkerSide:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         if self._shard is not None:
-            poller.register(self._shard.fileno(), select.POLLIN)
+            try:
+                poller.register(self._shard.fileno(), select.POLLIN)
+            except KvcachedError:
+                self._leave()
+                return
         ready = [descriptor for descriptor, _ in poller.poll()]
         if self._wake in ready:
             os.eventfd_read(self._wake)
@@ -347,15 +364,15 @@ class WorkerSide:
         note = self._note
         if note is None or note.number == self._session or self._is_broken or self._is_quiet(note.number):
             return False
+        self._leave()
         try:
-            shard = self._join(SessionGrant.from_bytes(note.grant))
+            shard = self._shards.join(SessionGrant.from_bytes(note.grant))
         except KvcachedError as error:
             self._keep_quiet(note.number, error)
         except Exception as error:
             log.exception("kvcached: could not join the session")
             self._keep_quiet(note.number, error)
         else:
-            self._leave()
             self._shard, self._session = shard, note.number
             log.info("kvcached: joined the session")
         return True
@@ -375,6 +392,8 @@ class WorkerSide:
                 shard.close()
             except Exception:
                 log.exception("kvcached: could not leave the session cleanly")
+            if not (self._is_closing or self._is_broken):
+                self._shards.prepare()
 
 
 def _block_count(job: BlockJob) -> int:

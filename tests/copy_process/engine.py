@@ -127,6 +127,11 @@ class Engine:
         assert outcome.number == number
         return outcome
 
+    def prepare(self) -> int:
+        """Start a process that joins nothing yet; its id."""
+        self.prepared = CopyProcess.prepare(0, self.pages, self.memory)
+        return self.prepared.pid
+
     def fork(self) -> int:
         """A forked child, which has this process's descriptors and does nothing; the test ends it."""
         if child := os.fork():

@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 
 from kvcached_client import Admin, DaemonUnreachable, Stale
+from kvcached_client.copy_process.client import CopyProcess, Outcome
 from kvcached_client.copy_process.main import check_alive
-from kvcached_client.errors import DeviceError
+from kvcached_client.copy_process.shards import ProcessShard
+from kvcached_client.errors import BadRequest, DeviceError, KvcachedError
 from kvcached_client.failpoints import LOG_VARIABLE, VARIABLE
 from tests.copy_process.engine import CONFIG, PATIENCE_S, Engine
 from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.offload_process import job_of
 from tests.daemon.supervised import supervised
 from tests.daemon.test_offload import host, is_sound, nothing_held, seconds_until
 from tests.line_process import LineProcess
@@ -42,6 +45,12 @@ KILLED = "the copy process has ended with status -9"
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
     with started(tmp_path, CONFIG) as running:
         yield running
+
+
+@pytest.fixture
+def engine(daemon: RunningDaemon) -> Iterator[Engine]:
+    with Engine(daemon.run_dir) as made:
+        yield made
 
 
 @pytest.fixture
@@ -119,13 +128,20 @@ def test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process(
     assert is_sound(daemon)
 
 
-def test_idle_copy_process_ends_with_its_engine(daemon: RunningDaemon) -> None:
-    """SIGKILL of the engine ends the process, though a forked child has its connection and the daemon says nothing."""
+@pytest.mark.parametrize("process_of", ["pid", "prepare"])
+def test_idle_copy_process_ends_with_its_engine(daemon: RunningDaemon, process_of: str) -> None:
+    """SIGKILL of the engine ends the process, though a forked child has its connection and the daemon says nothing.
+
+    So does it end the process that has no session yet.
+    """
     process = LineProcess("tests.copy_process.engine", str(daemon.run_dir))
     try:
         assert process.hear() == "ready"
-        child, copies = int(process.ask("fork")), os.pidfd_open(int(process.ask("pid")))
+        pid = int(process.ask(process_of))
+        copies = os.pidfd_open(pid)
+        child = int(process.ask("fork"))
         assert process.ask("store a 8") == ""
+        wait_until(lambda: "kvcached-engine" in Path(f"/proc/{pid}/maps").read_text())  # it has started
         daemon.process.send_signal(signal.SIGSTOP)
     finally:
         process.end()
@@ -138,6 +154,62 @@ def test_idle_copy_process_ends_with_its_engine(daemon: RunningDaemon) -> None:
     assert seconds_until(daemon.run_dir, nothing_held) <= 1
     with Engine(daemon.run_dir) as engine:
         assert engine.load("a", 8) == "8 True"
+
+
+def test_outcome_is_told_though_the_process_has_ended_since(engine: Engine) -> None:
+    """What was done comes before the end of the session, which the next call tells."""
+    number = engine.begin_store("a", 8)
+    assert select.select([engine.copies.fileno()], [], [], PATIENCE_S)[0]
+    dead = os.pidfd_open(engine.copies.pid)
+    engine.copies.abort()
+    assert select.select([dead], [], [], PATIENCE_S)[0]
+    os.close(dead)
+
+    assert engine.copies.outcomes() == [Outcome(number)]
+    assert (engine.copies.is_over, engine.copies.fileno() >= 0) == (False, True)
+    assert engine.copies.outcomes() == []
+    assert engine.copies.is_over
+
+
+def test_shard_whose_process_has_ended_is_stale(engine: Engine) -> None:
+    """An order of it fails with its session, and so does the question for its descriptor: nobody waits for more."""
+    shard = ProcessShard(engine.copies)
+    job = engine.scheduler.prepare_store("a", 8)[1]
+    engine.compute(job)
+    shard.abort()
+    with pytest.raises(Stale, match="the copy process"):
+        shard.store_all([job_of(job)], after=None)
+    shard.close()
+    with pytest.raises(Stale, match="has ended with status -9"):
+        shard.fileno()
+
+
+def test_refused_order_fails_alone(engine: Engine) -> None:
+    """What the process refuses is refused as by a thread that copies; the next order is carried out."""
+    shard = ProcessShard(engine.copies)
+    job = engine.scheduler.prepare_store("a", 8)[1]
+    engine.compute(job)
+    wrong = job_of(job)
+    wrong.spans[0].blocks[0] = 1000  # type: ignore[index]
+    with pytest.raises(BadRequest, match="blocks of the shard"):
+        shard.store_all([wrong], after=None)
+    assert engine.store("a", 8) == ""
+    assert engine.load("a", 8) == "8 True"
+
+
+def test_process_that_cannot_go_on_says_why_though_it_has_ended(engine: Engine) -> None:
+    """A refusal is heard by who joins later, when the process is long gone."""
+    prepared = CopyProcess.prepare(0, engine.pages, engine.memory._replace(descriptor=os.memfd_create("other")))
+    dead = os.pidfd_open(prepared.pid)
+    assert select.select([dead], [], [], PATIENCE_S)[0]
+    os.close(dead)
+    with pytest.raises(KvcachedError, match="memory"):
+        prepared.join(engine.scheduler.client.session)
+
+    killed = CopyProcess.prepare(0, engine.pages, engine.memory)
+    killed.abort()
+    with pytest.raises(DeviceError, match="has ended with status -9, and had not joined"):
+        killed.join(engine.scheduler.client.session)
 
 
 def test_copy_process_ends_with_the_daemon_and_the_engine_goes_on_with_the_next_one(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_copy_begins_when_its_mark_is_reached(node: Node, kind: str) -> None:
         assert engine.ask("ended") == "[]"
         assert trace.ran(node.records(), "copy") == []
         assert engine.ask("release") == "done"
-        assert engine.ask("outcome").startswith("Outcome(number=1, bad=(), error='')")
+        assert engine.ask("outcome").startswith("Outcome(number=1, bad=(), error='',")
         assert engine.ask(f"load a {BLOCKS}") == WHOLE
     assert broken_rules(node) == []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.shards import Shards
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver
-from kvcached_client.errors import DeviceError
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
@@ -95,8 +95,9 @@ class Worker:
             lambda ordinal: self.stream.handle if ordinal == self.device.ordinal else -1,
             deadline_ms=10_000,
             in_process=copies != "thread",
+            log=log,
         )
-        self.side = WorkerSide(self._shards.join, mark=self._shards.mark, closed=self._shards.close)
+        self.side = WorkerSide(self._shards)
         lock = NotingLock()
         self._changed, self.side._lock = lock.changed, lock  # type: ignore[assignment]
 
@@ -128,11 +129,17 @@ class Worker:
         return self._stored(order)
 
     def fail_process(self) -> None:
-        """The next process that is to copy cannot use the device."""
-        copies = self._shards._prepared
+        """The process that is to copy cannot use the device, and has ended."""
+        copies, self._shards._prepared = self._shards._prepared, None
         assert copies is not None
-        error = DeviceError("cuCtxCreate: CUDA_ERROR_OUT_OF_MEMORY")
-        copies.join = mock.Mock(side_effect=error)  # type: ignore[method-assign]
+        assert self._shards._marks is not None
+        copies.abort()
+        copies.close()
+        with mock.patch.dict(os.environ, {"FAKE_CUDA_FAULTS": "refused_registration=@1"}):
+            self._shards._prepared = self._shards._started(self._shards._marks)
+        dead = os.pidfd_open(self._shards._prepared.pid)
+        select.select([dead], [], [], 20)
+        os.close(dead)
 
     def be_patient(self) -> None:
         """Some seconds later."""

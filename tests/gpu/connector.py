@@ -1,16 +1,17 @@
 """What vLLM's connector does with torch's tensors on a device: ``python -m tests.gpu.connector``.
 
 The connector's class needs vLLM. What it does in a worker does not: tensors in vLLM's shapes, made one by one, orders
-after each step, copies by a thread of the worker's process. Blocks are computed late, by torch's kernels, and stored;
-other tensors, which late kernels still write, are loaded over. Then a step of many small kernels, as a decode step is,
-is timed alone, and with a load or a store ordered in each step. JSON on stdout; status 1 if a block is not as it should
-be. Where torch has no CUDA device, tensors are on the CPU, which shows that the script runs.
+after each step, copies by a process of its own, or by a thread. Blocks are computed late, by torch's kernels, and
+stored; other tensors, which late kernels still write, are loaded over. Then a step of many small kernels, as a decode
+step is, is timed alone, and with a load or a store ordered in each step. JSON on stdout; status 1 if a block is not as
+it should be. Where torch has no CUDA device, tensors are on the CPU, which shows that the script runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -102,8 +103,9 @@ class Worker:
             lambda ordinal: torch.cuda.current_stream(ordinal).cuda_stream,
             deadline_ms=_PATIENCE_S * 1000,
             in_process=copies == "process",
+            log=logging.getLogger("connector"),
         )
-        self.side = WorkerSide(shards.join, mark=shards.mark, closed=shards.close)
+        self.side = WorkerSide(shards)
         parts.callback(self.side.close)
         self._numbers = count()
         self._busy = torch.ones(64, device=device)

@@ -49,7 +49,22 @@ def vllm_offers_wait_though_much_is_held(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/vllm_connector/test_worker.py::test_stores_of_two_sessions_do_not_go_together")
 def vllm_store_of_the_next_session_copied_with_the_last(patch: pytest.MonkeyPatch) -> None:
     """A worker copies stores of two sessions into the memory of the first."""
-    rewrite(patch, WorkerSide._next_stores, "following.order.session != order.session", "False")
+    rewrite(patch, WorkerSide._next_stores, "following.order.session == order.session", "True")
+
+
+_ABORTED = "tests/vllm_connector/test_worker.py::test_copies_that_may_never_end_are_aborted"
+
+
+@caught_by(_ABORTED)
+def vllm_waits_for_marks_of_a_failed_device(patch: pytest.MonkeyPatch) -> None:
+    """A copy behind a mark that is never reached goes on for ever, though the device is known to have failed."""
+    rewrite(patch, WorkerSide._marked, "self._shards.abort()", "pass")
+
+
+@caught_by(_ABORTED)
+def vllm_ends_before_its_copies(patch: pytest.MonkeyPatch) -> None:
+    """VLLM ends while a process of its still waits for a mark."""
+    rewrite(patch, WorkerSide.close, "self._shards.abort()", "pass")
 
 
 @caught_by("tests/vllm_connector/test_identity.py::test_weights_count")

@@ -17,6 +17,7 @@ from kvcached.service.sessions import EngineGroup
 from kvcached_client.blocks import transfers
 from kvcached_client.copy_process import main as copy_process
 from kvcached_client.copy_process.client import CopyProcess
+from kvcached_client.copy_process.shards import ProcessShard
 from kvcached_client.cuda import copier, device
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.transport.session import SessionChannel
@@ -31,6 +32,30 @@ def copy_process_waits_for_its_connection_only(patch: pytest.MonkeyPatch) -> Non
     rewrite(
         patch, copy_process.serve, "connection.fileno(), engine, shard.fileno()", "connection.fileno(), shard.fileno()"
     )
+
+
+@caught_by(_DEATHS + "test_idle_copy_process_ends_with_its_engine")
+def prepared_copy_process_waits_for_its_connection_only(patch: pytest.MonkeyPatch) -> None:
+    """Before it has a session, a copy process lives on while a forked child of its dead engine has the connection."""
+    rewrite(patch, copy_process._messages, "(connection.fileno(), engine)", "(connection.fileno(),)")
+
+
+@caught_by(_DEATHS + "test_outcome_is_told_though_the_process_has_ended_since")
+def end_of_a_copy_process_is_told_with_its_last_outcome(patch: pytest.MonkeyPatch) -> None:
+    """Who has taken a good outcome does not leave the session, and finds it over where nobody expects that."""
+    rewrite(patch, CopyProcess.outcomes, "if not found:", "if True:")
+
+
+@caught_by(_DEATHS + "test_process_that_cannot_go_on_says_why_though_it_has_ended")
+def refusal_of_a_copy_process_not_read(patch: pytest.MonkeyPatch) -> None:
+    """Who joins by a process that has ended does not hear why, and starts another one, and another one."""
+    rewrite(patch, CopyProcess._join, "suppress(OSError)", "suppress()")
+
+
+@caught_by(_DEATHS + "test_refused_order_fails_alone")
+def refused_order_silences_its_session(patch: pytest.MonkeyPatch) -> None:
+    """What is wrong with one order counts as a daemon that does not answer: for seconds, nothing is copied."""
+    rewrite(patch, ProcessShard._ordered, "outcome.code is not None", "False")
 
 
 @caught_by(_DEATHS + "test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process")

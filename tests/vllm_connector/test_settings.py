@@ -25,11 +25,11 @@ def test_defaults() -> None:
 
 
 def test_all_keys() -> None:
-    """There are six keys."""
+    """There are seven keys."""
     extra: dict[str, object] = {"run_dir": "/run/x", "weights_version": "3", "hold_deadline_ms": 50, "prefetch": "off"}
     assert read_settings(extra) == Settings("/run/x", "3", 50, "off")
-    assert read_settings({"device_memory": "daemon", "on_reset": "keep"}) == Settings(
-        device_memory="daemon", on_reset="keep"
+    assert read_settings({"device_memory": "daemon", "on_reset": "keep", "copies": "thread"}) == Settings(
+        device_memory="daemon", on_reset="keep", copies="thread"
     )
     assert read_settings({}, "kv_consumer") == Settings(read_only=True)
 
@@ -42,6 +42,7 @@ def test_all_keys() -> None:
             "a, rundir unknown to KvcachedConnector; it knows copies, device_memory, hold_dead",
         ),
         ({"run_dir": ""}, "run_dir is ''"),
+        ({"copies": "fork"}, "copies is 'fork'; give one of process, thread"),
         ({"run_dir": 3}, "run_dir is 3"),
         ({"weights_version": 3}, "weights_version is 3; give a string"),
         ({"hold_deadline_ms": 0}, "hold_deadline_ms is 0; give 1 to 60000"),

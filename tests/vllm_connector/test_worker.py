@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,10 +101,22 @@ class Rig:
         self.marks: dict[int, Any] = {}  #: by transfer
         self.together: list[list[int]] = []  #: stores that were carried out by one call
         self.made: list[Any] = []
-        self.side = WorkerSide(self._join, mark=self._mark, clock=lambda: self.now)
+        self.said: list[str] = []  #: to where shards come from
+        shards = SimpleNamespace(
+            join=self._join,
+            mark=self._mark,
+            prepare=lambda: self.said.append("prepare"),
+            abort=self._abort,
+            close=lambda: self.said.append("close"),
+        )
+        self.side = WorkerSide(shards, clock=lambda: self.now)
         lock = NotingLock()
         self.changed = lock.changed
         self.side._lock = lock  # type: ignore[assignment]
+
+    def _abort(self) -> None:
+        self.said.append("abort")
+        self.go_on.set()
 
     def wait_for(self, what: Callable[[], object]) -> None:
         with self.changed:
@@ -335,7 +348,10 @@ def test_session_is_joined_before_it_is_needed(rig: Rig) -> None:
 
 
 def test_copies_end_before_the_next_session_is_joined(rig: Rig) -> None:
-    """Loads of the old session are made from its memory before the next is joined; its stores that wait are void."""
+    """Loads of the old session are made from its memory before it is left; its stores that wait are void.
+
+    It is left before the next is joined: two processes that copy would be on the device at once.
+    """
     rig.go_on.clear()
     rig.begin(store(1))
     assert rig.entered.wait(10)
@@ -347,8 +363,8 @@ def test_copies_end_before_the_next_session_is_joined(rig: Rig) -> None:
         ("join", 1, 0),
         ("store", 1, 1),
         ("load", 1, 2),
-        ("join", 2, 0),
         ("close", 1, 0),
+        ("join", 2, 0),
         ("load", 2, 4),
         ("store", 2, 5),
     ]
@@ -427,6 +443,32 @@ def test_idle_worker_notices_the_end_of_the_session(rig: Rig) -> None:
     shard.close = note_close  # type: ignore[method-assign]
     shard.hang_up()
     assert closed.wait(10)
+
+
+def test_process_for_the_next_session_is_started_when_one_is_over(rig: Rig) -> None:
+    """Not at the end: no session follows."""
+    rig.answers[1] = EXPIRED
+    rig.begin(store(1))
+    rig.drain(stores=1)
+    rig.begin(load(2, session=2), session=2)
+    rig.drain(loads=1)
+    rig.side.close()
+    assert rig.said == ["prepare", "close"]
+
+
+@pytest.mark.parametrize("why", ["end", "device"])
+def test_copies_that_may_never_end_are_aborted(rig: Rig, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """A copy behind a mark that is never reached ends with vLLM, or as soon as the device is seen to have failed."""
+    monkeypatch.setattr(worker, "CLOSE_S_MAX", 0.2)
+    rig.go_on.clear()
+    rig.begin(load(1))
+    assert rig.entered.wait(10)
+    if why == "device":
+        rig.device = DeviceError("launch failure")
+        rig.begin(store(2))
+        rig.drain(loads=1, stores=1)
+    rig.side.close()
+    assert rig.said == ["abort", "close"]
 
 
 def test_fault_of_the_thread_fails_all_orders(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
