@@ -50,6 +50,7 @@ from kvcached_client.vllm.scheduling.chains import Chains
 from kvcached_client.vllm.scheduling.request_state import BlockPool
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from kvcached_client.vllm.settings import (
+    SWITCH_INTERVAL_S,
     KvCacheConfig,
     VllmConfig,
     check_config,
@@ -60,10 +61,6 @@ from kvcached_client.vllm.worker import WorkerSide
 
 #: vLLM is untyped here.
 VllmObject: TypeAlias = Any
-
-#: How long a thread may keep the interpreter lock while others wait for it. vLLM's main threads spin while they wait
-#: for each other; with Python's default of 5 ms, the daemon's thread and the copying thread would wait that long.
-_SWITCH_INTERVAL_S: Final = 0.0005
 
 
 class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -85,7 +82,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ValueError: kvcached cannot be used with this configuration, or `kv_connector_extra_config` is wrong.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
+        sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
         transfer = vllm_config.kv_transfer_config
         self._settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

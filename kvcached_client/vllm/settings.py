@@ -59,6 +59,10 @@ Copies: TypeAlias = Literal["process", "thread"]
 VllmConfig: TypeAlias = Any
 KvCacheConfig: TypeAlias = Any
 
+#: How long a thread may keep the interpreter lock while others wait for it. vLLM's main threads spin while they wait
+#: for each other; with Python's default of 5 ms, the daemon's thread and the copying thread would wait that long.
+SWITCH_INTERVAL_S: Final = 0.0005
+
 HOLD_DEADLINE_MS: Final = 1000
 _HOLD_DEADLINE_MS_MAX: Final = 60_000
 _KEYS: Final = ("copies", "device_memory", "hold_deadline_ms", "on_reset", "prefetch", "run_dir", "weights_version")

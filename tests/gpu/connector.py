@@ -30,6 +30,7 @@ from kvcached_client.copy_process.shards import Shards
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
+from kvcached_client.vllm.settings import SWITCH_INTERVAL_S
 from kvcached_client.vllm.worker import WorkerSide
 from tests.daemon.offload_process import keys_of
 from tests.daemon.supervised import supervised
@@ -273,6 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.connector", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="rounds of the timed steps (default: %(default)s)")
     arguments = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the connector does
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report: Report = {"device": device}
     with tempfile.TemporaryDirectory(prefix="kvcached-") as directory, supervised(Path(directory), _CONFIG) as daemon:
