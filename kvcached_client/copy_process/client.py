@@ -256,6 +256,12 @@ class CopyProcess:
         return self._is_over
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended the process, which says nothing about its device."""
+        status = self._process.poll()
+        return status is not None and status < 0
+
+    @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid

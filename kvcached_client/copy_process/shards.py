@@ -35,6 +35,8 @@ AnyMark: TypeAlias = Union["Mark", int, None]
 
 #: How long loads of a new session may wait for a process, at most.
 START_MS_MAX: Final = 10_000
+#: As many processes may be killed while they join. What kills more of them may kill all, as a lack of memory does.
+KILLS_MAX: Final = 2
 
 
 class ProcessShard:
@@ -139,6 +141,7 @@ class Shards:
         self._marks: MarkWriter | None = None  #: for copy processes
         self._prepared: CopyProcess | None = None
         self._under_way: CopyProcess | None = None  #: that joins, or has joined
+        self._kills = 0  #: of processes that joined
         if in_process and self._device is not None:
             self._begin(self._device)
 
@@ -160,10 +163,16 @@ class Shards:
         if self._marks is None:
             return OffloadShard.join(grant, self._shard, self._pages, deadline_ms=self._deadline_ms)
         prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.was_killed:
+            prepared.close()
+            prepared = None
         try:
             self._under_way = prepared or self._started(self._marks)
             self._under_way.join(grant, start_ms=START_MS_MAX)
         except (DeviceError, DeadlineExceeded, OSError) as error:
+            if self._under_way is not None and self._under_way.was_killed and self._kills < KILLS_MAX:
+                self._kills += 1
+                raise DaemonUnreachable(str(error)) from error
             self._log.warning("kvcached: no process can copy for this worker any more, a thread will: %s", error)
             self.close()
             raise DeviceError(str(error)) from error

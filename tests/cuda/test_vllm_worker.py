@@ -75,6 +75,21 @@ def test_killed_copy_process_fails_its_session_alone(node: Node) -> None:
     assert is_sound(node.running)
 
 
+def test_process_that_was_killed_before_the_session_is_replaced(node: Node) -> None:
+    """It says nothing about the device. Those that are killed while they join are replaced twice."""
+    with worker(node, "LBNHC", "process") as killed:
+        assert killed.ask("kill_prepared") == "done"
+        assert killed.ask("store a 6") == "stored"
+        assert killed.ask("kind") == "ProcessShard"
+    with worker(node, "LBNHC", "process") as killed:
+        assert killed.ask("kill_joining 3") == "done"
+        for number in range(3):
+            assert killed.ask(f"store b{number} 6") == "failed"
+            killed.ask("be_patient")
+        assert killed.ask("store c 6") == "stored"
+        assert killed.ask("kind") == "OffloadShard"
+
+
 def test_thread_copies_where_no_process_can(node: Node) -> None:
     """Memory of vLLM's own allocator has no handle, and a device may hold no second context: a thread copies then."""
     with worker(node, "LBNHC", "unshared") as unshared:

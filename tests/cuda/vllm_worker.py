@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.copy_process.shards import Shards
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
+from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import TransferId
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
 from kvcached_client.vllm.worker import WorkerSide
@@ -140,6 +142,23 @@ class Worker:
         dead = os.pidfd_open(self._shards._prepared.pid)
         select.select([dead], [], [], 20)
         os.close(dead)
+
+    def kill_prepared(self) -> None:
+        """SIGKILL of the process that has no session yet."""
+        copies = self._shards._prepared
+        assert copies is not None
+        copies.abort()
+
+    def kill_joining(self, times: int) -> None:
+        """SIGKILL of each of the next processes that join a session."""
+        waiting = iter(range(times))
+
+        def join(copies: CopyProcess, grant: SessionGrant, *, start_ms: int) -> None:
+            if next(waiting, None) is not None:
+                copies.abort()
+            plain(copies, grant, start_ms=start_ms)
+
+        plain, CopyProcess.join = CopyProcess.join, join  # type: ignore[method-assign, assignment]
 
     def be_patient(self) -> None:
         """Some seconds later."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached_client.copy_process.shards import Shards
 from kvcached_client.engines import weights
 from kvcached_client.engines.weights import WeightReader
 from kvcached_client.vllm import interface
@@ -50,6 +51,12 @@ def vllm_offers_wait_though_much_is_held(patch: pytest.MonkeyPatch) -> None:
 def vllm_store_of_the_next_session_copied_with_the_last(patch: pytest.MonkeyPatch) -> None:
     """A worker copies stores of two sessions into the memory of the first."""
     rewrite(patch, WorkerSide._next_stores, "following.order.session == order.session", "True")
+
+
+@caught_by("tests/cuda/test_vllm_worker.py::test_process_that_was_killed_before_the_session_is_replaced")
+def vllm_takes_a_killed_process_for_a_broken_device(patch: pytest.MonkeyPatch) -> None:
+    """Once somebody has killed a copy process that waits for a session, a thread copies for ever."""
+    rewrite(patch, Shards.join, "prepared.was_killed", "False")
 
 
 _ABORTED = "tests/vllm_connector/test_worker.py::test_copies_that_may_never_end_are_aborted"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,4 +66,57 @@ def test_answers_are_stock_vllm_s(
     copying = {each.process for each in trace.calls(records, "cuMemcpyBatchAsync")}
     assert len(engines) == len(copying) == 2 * ranks
     assert not engines & copying
+    assert live_granules(device) == 0
+
+
+def copy_processes(run_dir: Path) -> list[int]:
+    """Those of engines that use this daemon."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if b"kvcached_client.copy_process" in command and f"KVCACHED_RUN_DIR={run_dir}".encode() in variables:
+                found.append(int(process.name))
+    return found
+
+
+def kill_some(run_dir: Path, killed: list[int], ending: threading.Event) -> None:
+    """SIGKILL of each, some time after it was started."""
+    chance = random.Random(5)
+    while not ending.wait(chance.uniform(0.2, 1.5)):
+        for process in copy_processes(run_dir):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            killed.append(process)
+
+
+def test_killed_copy_processes_cost_no_answer(
+    tmp_path: Path,
+    models: Path,
+    daemon: CacheDaemon,
+    library: Path,
+    device: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whenever they are killed, idle, joining or at work, vLLM computes what they do not bring, and ends as ever."""
+    traced = offer_device(monkeypatch, library, device, tmp_path, delay_us=500)
+    model, turns = models / "model", [PROMPTS] * 16
+    killed: list[int] = []
+    ending = threading.Event()
+    killer = threading.Thread(target=kill_some, args=(daemon.run_dir, killed, ending))
+    with engine_runs(tmp_path / "log", daemon.run_dir) as runs:
+        expected = runs.run(model, turns[:1])[0]
+        killer.start()
+        try:
+            answers = runs.run(model, turns, name="killed", on_device=True)
+        finally:
+            ending.set()
+            killer.join()
+
+    assert len(set(killed)) >= 2
+    for found in answers:
+        for answer, plain in zip(found, expected, strict=True):
+            assert (answer.tokens, answer.logprobs) == (plain.tokens, plain.logprobs)
+    assert trace.broken_rules(trace.read(traced)) == []
     assert live_granules(device) == 0
