@@ -135,7 +135,8 @@ class MarkReader:
             CudaFailure: streams of this device wait for no values, or the driver refused another step.
         """
         self._page = _Page(device, descriptor)
-        _try(device, lambda stream: stream.wait_value(self._page.place(0), 0))
+        reached = self._page.words[0]  # the engine may have made marks for the process before this one
+        _try(device, lambda stream: stream.wait_value(self._page.place(0), reached))
 
     def mark(self, number: int) -> SharedMark:
         """A mark that the engine has made."""

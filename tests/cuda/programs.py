@@ -37,6 +37,7 @@ from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.cuda.engine import EngineDevice
 from kvcached_client.cuda.host import OWN_PART_BYTES_MIN, HostPool, shard_ranges
 from kvcached_client.cuda.mapping import CudaBuffer
+from kvcached_client.cuda.marks import MarkReader, MarkWriter
 from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
 
@@ -385,6 +386,21 @@ def short_round_trip(layers: int) -> int:
     return round_trip("layer_first", True, 2, 1, layers)
 
 
+def old_marks() -> int:
+    """A process joins an engine that has made so many marks that their numbers begin to look negative."""
+    with closing(Device(Driver())) as device:
+        owner = EngineDevice(device)
+        writer = MarkWriter(owner)
+        writer._page.words[0] = (1 << 31) + 1
+        with device.current():
+            mark = MarkReader(device, writer.descriptor).mark((1 << 31) + 1)
+            stream = device.make_stream()
+            mark.hold(stream)
+            stream.finish()
+        writer.close()
+        return 1
+
+
 def summed_by_threads(verify: bool) -> int:
     """As `round_trip`, where the machine has processors to spare."""
     checksums.PART_BYTES = 1 << 10  # type: ignore[misc]  # a block or two
@@ -398,7 +414,7 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export, elsewhere),
         *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy, registered_read_only),
-        *(small_round_trip, short_round_trip, summed_by_threads),
+        *(small_round_trip, short_round_trip, summed_by_threads, old_marks),
     )
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcached_client.failpoints import LOG_VARIABLE, VARIABLE
+from tests.cuda.conftest import RunProgram
 from tests.cuda.test_offload import Node, broken_rules, node
 from tests.cuda_driver import trace
 from tests.cuda_driver.device import live_granules
@@ -133,6 +134,11 @@ def test_killed_copy_process_fails_its_order_and_leaves_no_wrong_byte(
         assert [engine.ask("leave"), engine.ask("free")] == ["done"] * 2
     assert broken_rules(node) == []
     assert is_sound(node.running)
+
+
+def test_engine_of_many_marks_gets_another_process(run_program: RunProgram) -> None:
+    """After 2^31 marks a process that joins does not wait for the first one."""
+    assert run_program("old_marks").said == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
