@@ -74,10 +74,6 @@ class ProcessShard:
         """Leave the session: the process ends, which cuts a copy short."""
         self._copies.close()
 
-    def abort(self) -> None:
-        """Let copies under way fail at once, which may never end otherwise. Any thread may call this."""
-        self._copies.abort()
-
     def _ordered(self, order: Callable[[], int]) -> Outcome:
         """The outcome of an order that went well; the only one under way."""
         try:

@@ -176,7 +176,7 @@ def test_shard_whose_process_has_ended_is_stale(engine: Engine) -> None:
     shard = ProcessShard(engine.copies)
     job = engine.scheduler.prepare_store("a", 8)[1]
     engine.compute(job)
-    shard.abort()
+    engine.copies.abort()
     with pytest.raises(Stale, match="the copy process"):
         shard.store_all([job_of(job)], after=None)
     shard.close()
