@@ -159,6 +159,7 @@ class Shards:
         if self._marks is None:
             return OffloadShard.join(grant, self._shard, self._pages, deadline_ms=self._deadline_ms)
         prepared, self._prepared = self._prepared, None
+        self._under_way = None  # what comes of the next one says nothing about the last one
         if prepared is not None and prepared.was_killed:
             prepared.close()
             prepared = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import select
@@ -11,13 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from kvcached_client import Admin, DaemonUnreachable, Stale
 from kvcached_client.copy_process.client import CopyProcess, Outcome
 from kvcached_client.copy_process.main import check_alive
-from kvcached_client.copy_process.shards import ProcessShard
+from kvcached_client.copy_process.shards import ProcessShard, Shards
 from kvcached_client.errors import BadRequest, DeviceError, KvcachedError
 from kvcached_client.failpoints import LOG_VARIABLE, VARIABLE
 from tests.copy_process.engine import CONFIG, PATIENCE_S, Engine
@@ -195,6 +199,21 @@ def test_refused_order_fails_alone(engine: Engine) -> None:
         shard.store_all([wrong], after=None)
     assert engine.store("a", 8) == ""
     assert engine.load("a", 8) == "8 True"
+
+
+def test_process_that_cannot_be_started_is_not_one_that_was_killed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the last session's process has ended: where none can be started, a thread copies."""
+    shards: Any = Shards(
+        engine.pages, 0, lambda _: 0, deadline_ms=1000, in_process=True, log=logging.getLogger(__name__)
+    )
+    shards._marks = SimpleNamespace(close=lambda **_: None)
+    shards._under_way = SimpleNamespace(was_killed=True)
+    monkeypatch.setattr(CopyProcess, "prepare", mock.Mock(side_effect=OSError("no process")))
+    with pytest.raises(DeviceError, match="no process"):
+        shards.join(engine.scheduler.client.session)
+    assert shards._marks is None
 
 
 def test_process_that_cannot_go_on_says_why_though_it_has_ended(engine: Engine) -> None:
