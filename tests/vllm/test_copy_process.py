@@ -36,18 +36,18 @@ def daemon(tmp_path: Path) -> Iterator[CacheDaemon]:
     made.stop()
 
 
+@pytest.fixture
+def traced(library: Path, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the driver traces its calls. No rule of its was broken afterwards, and nothing is left on the device."""
+    path = offer_device(monkeypatch, library, device, tmp_path, delay_us=500)
+    yield path
+    assert trace.broken_rules(trace.read(path)) == []
+    assert live_granules(device) == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_answers_are_stock_vllm_s(
-    tmp_path: Path,
-    models: Path,
-    daemon: CacheDaemon,
-    library: Path,
-    device: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-) -> None:
+def test_answers_are_stock_vllm_s(tmp_path: Path, models: Path, daemon: CacheDaemon, traced: Path, ranks: int) -> None:
     """What a process has stored for one vLLM, another process loads for the next; vLLM's own processes copy nothing."""
-    traced = offer_device(monkeypatch, library, device, tmp_path, delay_us=500)
     model, turns = models / "model", [PROMPTS, PROMPTS]
     with engine_runs(tmp_path / "log", daemon.run_dir) as runs:
         first, second = (
@@ -61,12 +61,10 @@ def test_answers_are_stock_vllm_s(
             blocks = (len(prompt) - 1) // BLOCK_SIZE
             assert answer.cached == (0 if found is first[0] else blocks * BLOCK_SIZE)
     records = trace.read(traced)
-    assert trace.broken_rules(records) == []
     engines = {each.process for each in trace.calls(records, "cuMemAlloc")}
     copying = {each.process for each in trace.calls(records, "cuMemcpyBatchAsync")}
     assert len(engines) == len(copying) == 2 * ranks
     assert not engines & copying
-    assert live_granules(device) == 0
 
 
 def copy_processes(run_dir: Path) -> list[int]:
@@ -91,16 +89,9 @@ def kill_some(run_dir: Path, killed: list[int], ending: threading.Event) -> None
             killed.append(process)
 
 
-def test_killed_copy_processes_cost_no_answer(
-    tmp_path: Path,
-    models: Path,
-    daemon: CacheDaemon,
-    library: Path,
-    device: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("traced")
+def test_killed_copy_processes_cost_no_answer(tmp_path: Path, models: Path, daemon: CacheDaemon) -> None:
     """Whenever they are killed, idle, joining or at work, vLLM computes what they do not bring, and ends as ever."""
-    traced = offer_device(monkeypatch, library, device, tmp_path, delay_us=500)
     model, turns = models / "model", [PROMPTS] * 16
     killed: list[int] = []
     ending = threading.Event()
@@ -118,5 +109,3 @@ def test_killed_copy_processes_cost_no_answer(
     for found in answers:
         for answer, plain in zip(found, expected, strict=True):
             assert (answer.tokens, answer.logprobs) == (plain.tokens, plain.logprobs)
-    assert trace.broken_rules(trace.read(traced)) == []
-    assert live_granules(device) == 0
