@@ -121,18 +121,24 @@ class EnginePools:
         """As `claim`, for memory of a CUDA device, which is made if it is not there.
 
         Args:
-            request: of the engine, for a rank.
+            request: of the engine, for a rank; or of a process that copies for the engine.
             process: whoever asks; it is taken over.
             owner: says whose engine it is, as in `claim`, or raises RequestError.
 
         Raises:
-            RequestError: as `claim`; or another process that was given the memory lives; or the device refused.
+            RequestError: as `claim`; or another process that was given the memory lives; or the device refused. For a
+                process that copies: no living engine has such memory in this pool, or another process copies already.
         """
+        rank = request.rank or 0
         try:
-            pool, rank = self._pool_for(request, owner()), request.rank or 0
+            user = owner()
+            pool = self._pool_for(request, user) if request.pool is None else self._pool_in_use(request, user)
         except BaseException:
             process.close()
             raise
+        if request.pool is not None:
+            self._writers.admit_copies(pool, rank, process)
+            return self._answer(pool, request)
         self._writers.admit(pool, rank, process)
         try:
             if request.renew or pool.head.devices[rank] != request.device:
@@ -149,14 +155,28 @@ class EnginePools:
                 "this daemon keeps no device memory of engines",
                 "set device_memory_bytes in its table [offload]",
             )
+        if request.pool is not None:
+            raise request_error(ErrorCode.BAD_VALUE, "a pool is named, and no device", "name both, or neither")
         if request.rank is not None and request.rank >= request.ranks:
             raise request_error(ErrorCode.BAD_VALUE, f"rank {request.rank} of {request.ranks}", "count ranks from 0")
-        if user:
-            request = msgspec.structs.replace(request, name=f"{request.name} ({user})")
+        request = _owned(request, user)
         pool = self._claimed(request) or self._left(request) or self._make(request)
         pool.claim = request.claim
         pool.table.note_use(int(self._now_s()))
         return pool
+
+    def _pool_in_use(self, request: ClaimPool, user: str) -> EnginePool:
+        """The pool that an engine has, for a process that copies for it."""
+        request, rank = _owned(request, user), request.rank or 0
+        for pool in self._pools:
+            is_meant = pool.head.pool_id == request.pool and _fits(pool, request) and rank < pool.head.ranks
+            if is_meant and pool.head.devices[rank] == request.device:
+                return pool
+        raise request_error(
+            ErrorCode.BAD_VALUE,
+            f"no engine {request.name} has such memory of rank {rank} in the pool that is named",
+            "ask as the engine's process did that has got the memory, and name its pool",
+        )
 
     def _answer(self, pool: EnginePool, request: ClaimPool) -> Claimed:
         claimed = ClaimedPool(pool=pool.head.pool_id, rank_bytes=pool.head.rank_bytes, blocks=pool.head.blocks)
@@ -312,6 +332,11 @@ class EnginePools:
         names = [_part_name(pool.shown, part) for part in pool.parts]
         pool.close()
         _drop(names, {})
+
+
+def _owned(request: ClaimPool, user: str) -> ClaimPool:
+    """With the name of a user's engine; see `EnginePools.claim`."""
+    return msgspec.structs.replace(request, name=f"{request.name} ({user})") if user else request
 
 
 def _fits(pool: EnginePool, request: ClaimPool) -> bool:

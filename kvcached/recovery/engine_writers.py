@@ -1,5 +1,8 @@
 """Who writes memory of CUDA devices in engine pools: the processes that were given it, until they are dead.
 
+Each rank has two places: for the engine's process, and for a process that copies for it. The second one is given the
+memory while the first one lives, and usually outlives it by moments.
+
 A process's lock says too little about such memory. When a process ends, the kernel drops its locks and closes the
 driver's files in an order that nobody promises. Only when both is done does it say that the process is dead.
 """
@@ -12,7 +15,7 @@ from typing import Protocol
 
 from kvcached.memory.engine_pool import EnginePool
 from kvcached.process.identity import PID_MAX, ProcessIdentity, open_process, pid_namespace
-from kvcached_client.blocks.engine_table import Writer
+from kvcached_client.blocks.engine_table import RANKS_MAX, Writer
 from kvcached_client.errors import ErrorCode, request_error
 
 
@@ -35,7 +38,7 @@ class UnknownWriter(Exception):
 
 
 class EngineWriters:
-    """The writers of all engine pools, by pool and rank. A dead one is forgotten with its pool, or for the next one."""
+    """The writers of all engine pools, by pool and place. A dead one is forgotten with its pool, or for another."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, int], WriterProcess] = {}
@@ -46,8 +49,8 @@ class EngineWriters:
         Raises:
             UnknownWriter: it was written down in another pid namespace, or without an id.
         """
-        for rank in range(pool.head.ranks):
-            writer = pool.table.writer(rank)
+        for place in range(min(2 * pool.head.ranks, RANKS_MAX)):
+            writer = pool.table.writer(place)
             if not writer.pid:
                 continue
             if writer.namespace != pid_namespace():
@@ -55,27 +58,41 @@ class EngineWriters:
             pidfd = open_process(writer.pid, writer.started)
             if pidfd is not None:
                 identity = ProcessIdentity(writer.pid, writer.started)
-                self._known[pool.head.pool_id, rank] = _FoundProcess(identity, pidfd)
+                self._known[pool.head.pool_id, place] = _FoundProcess(identity, pidfd)
 
     def admit(self, pool: EnginePool, rank: int, process: WriterProcess) -> None:
-        """A process is given a rank's memory. It is taken over; on an error it is closed.
+        """An engine's process is given a rank's memory. It is taken over; on an error it is closed.
 
         Raises:
             RequestError: another process that may still write there lives.
         """
-        place = pool.head.pool_id, rank
-        known = self._known.get(place)
-        if known is not None:
-            if not known.is_dead() and not _is_same(known, process):
-                process.close()
-                raise request_error(
-                    ErrorCode.LIMIT,
-                    f"another living process has the memory of rank {rank}",
-                    "end it, or give each engine an engine_id of its own",
-                )
-            known.close()
-        self._known[place] = process
-        pool.table.note_writer(rank, _written_down(process))
+        is_taken = self._lives(pool, rank) and not self._is_in(pool, rank, process)
+        if is_taken or self._lives(pool, _place_of_copies(pool, rank)):
+            process.close()
+            raise request_error(
+                ErrorCode.LIMIT,
+                f"another living process has the memory of rank {rank}",
+                "end it, or give each engine an engine_id of its own",
+            )
+        self._put(pool, rank, process)
+
+    def admit_copies(self, pool: EnginePool, rank: int, process: WriterProcess) -> None:
+        """A process is given a rank's memory to copy for the engine's process that has it. Else as `admit`.
+
+        Raises:
+            RequestError: that one is dead, or there is another one that copies, or no place for one.
+        """
+        place, fault = _place_of_copies(pool, rank), ""
+        if place >= RANKS_MAX:
+            fault = f"an engine of {pool.head.ranks} ranks has too many for processes that copy for them"
+        elif not self._lives(pool, rank):
+            fault = f"no living process has the memory of rank {rank}"
+        elif self._lives(pool, place):
+            fault = f"another living process copies for rank {rank}"
+        if fault:
+            process.close()
+            raise request_error(ErrorCode.LIMIT, fault, "let the engine's own process copy")
+        self._put(pool, place, process)
 
     def has(self, pool: EnginePool) -> bool:
         """Whether a process that was given memory of a pool lives."""
@@ -85,6 +102,21 @@ class EngineWriters:
         """Forget the writers of a pool that is given back."""
         for place in [place for place in self._known if place[0] == pool.head.pool_id]:
             self._known.pop(place).close()
+
+    def _lives(self, pool: EnginePool, place: int) -> bool:
+        known = self._known.get((pool.head.pool_id, place))
+        return known is not None and not known.is_dead()
+
+    def _is_in(self, pool: EnginePool, place: int, process: WriterProcess) -> bool:
+        identity = self._known[pool.head.pool_id, place].identity
+        return identity is not None and identity == process.identity
+
+    def _put(self, pool: EnginePool, place: int, process: WriterProcess) -> None:
+        known = self._known.pop((pool.head.pool_id, place), None)
+        if known is not None:
+            known.close()
+        self._known[pool.head.pool_id, place] = process
+        pool.table.note_writer(place, _written_down(process))
 
 
 class _FoundProcess:
@@ -103,8 +135,8 @@ class _FoundProcess:
         os.close(self._pidfd)
 
 
-def _is_same(one: WriterProcess, other: WriterProcess) -> bool:
-    return one.identity is not None and one.identity == other.identity
+def _place_of_copies(pool: EnginePool, rank: int) -> int:
+    return pool.head.ranks + rank
 
 
 def _written_down(process: WriterProcess) -> Writer:

@@ -6,7 +6,7 @@ have computed a block, and clears it before anybody may write the block. So an e
 finds what its blocks hold.
 
 Pieces on CUDA devices are made one by one, when their ranks ask for them. The head then names the device of each, and
-behind it stands who was given it last.
+behind it stands who was given it last, and who copies there for that process.
 
 The head names the pool's ranks and sizes. Behind it stand an epoch, and what the engine computes with (its identity).
 Rows count only if they have the table's epoch; a new epoch drops all of them at once. Numbers are little-endian. The
@@ -52,7 +52,7 @@ _KNOWN_AT: Final = 2056  #: whether the identity is written
 _IDENTITY_AT: Final = 2064
 _NAMESPACE_AT: Final = _IDENTITY_AT + IDENTITY_BYTES
 _USED_AT: Final = _NAMESPACE_AT + IDENTITY_BYTES  #: seconds since the machine's start
-_WRITERS_AT: Final = 2560  #: pid, start time and pid namespace of each rank's writer
+_WRITERS_AT: Final = 2560  #: pid, start time and pid namespace of each writer
 _WRITER: Final = struct.Struct("<QQQ")
 _WORD: Final = struct.Struct("<Q")
 #: Epoch, parent's block, depth, length of the hash, checksum; the hash follows.
@@ -191,13 +191,16 @@ class EngineTable:
         packed = head.pack()
         self._memory[: len(packed)] = packed
 
-    def writer(self, rank: int) -> Writer:
-        """Who was given a rank's memory on a CUDA device last."""
-        return Writer(*_WRITER.unpack_from(self._memory, _WRITERS_AT + rank * _WRITER.size))
+    def writer(self, place: int) -> Writer:
+        """Who was given memory on a CUDA device last, in one of `RANKS_MAX` places.
 
-    def note_writer(self, rank: int, writer: Writer) -> None:
-        """Note who is given a rank's memory, before it is. Whoever was noted before is dead."""
-        at = _WRITERS_AT + rank * _WRITER.size
+        Rank r of n has place r. The process that copies for it has place n + r, if there is such a place.
+        """
+        return Writer(*_WRITER.unpack_from(self._memory, _WRITERS_AT + place * _WRITER.size))
+
+    def note_writer(self, place: int, writer: Writer) -> None:
+        """Note who is given memory, before it is. Whoever was noted in this place before is dead."""
+        at = _WRITERS_AT + place * _WRITER.size
         _WRITER.pack_into(self._memory, at, 0, writer.started, writer.namespace)
         _WRITER.pack_into(self._memory, at, *writer)
 

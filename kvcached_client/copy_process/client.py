@@ -296,6 +296,7 @@ class CopyProcess:
                         self.epoch = answer.epoch
                         return
                     if isinstance(answer, NotReady):
+                        self._end()  # by itself: it must not look as if it was killed
                         raise _refusal(answer)
         except TimeoutError:
             raise DeadlineExceeded("the copy process has not joined the session in time") from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcached_client.blocks.pages import EnginePages, LayerPages
-from kvcached_client.copy_process.messages import OnDevice, PackedLayer
+from kvcached_client.copy_process.messages import OnDevice, PackedLayer, PoolClaim
 from kvcached_client.errors import bad_value
 
 if TYPE_CHECKING:
@@ -18,25 +18,30 @@ class EngineMemory(NamedTuple):
     """One piece of memory of which all of an engine's tensors are a part.
 
     On the CPU it is sealed memory that the daemon keeps for the engine. On a CUDA device it is memory that the engine
-    has exported (``cuMemExportToShareableHandle``, a POSIX descriptor), all of which is mapped at `address`.
+    has exported (``cuMemExportToShareableHandle``, a POSIX descriptor), all of which is mapped at `address`; or memory
+    that the daemon keeps for the engine.
 
     Attributes:
         descriptor: of the memory; the caller's. If it is the one that `lock_memory` has returned, the lock holds until
-            the copy process is dead, too: nobody else gets the memory while that may write it.
+            the copy process is dead, too: nobody else gets the memory while that may write it. -1 if there is a claim.
         address: where it is mapped in this process.
         size_bytes: how much of it is mapped.
+        claim: how the copy process asks the daemon for memory of a CUDA device. The daemon then gives nobody else the
+            memory while that process lives.
     """
 
     descriptor: int
     address: int
     size_bytes: int
+    claim: PoolClaim | None = None
 
 
 class SharedMemory(NamedTuple):
     """What the copy process is told.
 
     Attributes:
-        descriptor, size_bytes: of memory that is shared as a whole; -1 and 0 = none.
+        descriptor, size_bytes: of memory that is shared as a whole; -1 = the process asks the daemon for it, and -1
+            and 0 = there is none.
         device: None for memory of this machine.
         layers: where each layer lies.
     """
@@ -67,7 +72,7 @@ def shared(pages: EnginePages, memory: EngineMemory | None, marks: MarkWriter | 
     """
     if memory is not None:
         whole = (range(memory.address, memory.address + memory.size_bytes),)
-        device = None if marks is None else OnDevice(pages.device.device.uuid, marks.descriptor, ())
+        device = None if marks is None else OnDevice(pages.device.device.uuid, marks.descriptor, (), memory.claim)
         return SharedMemory(memory.descriptor, memory.size_bytes, device, _layers_in(pages, whole))
     if marks is None:
         raise bad_value("tensors on the CPU in memory of this process alone", "let them be in memory of the daemon")

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from kvcached_client.blocks.mapping import map_sealed
+from kvcached_client.blocks.mapping import Buffer, map_sealed
 from kvcached_client.blocks.pages import EnginePages, LayerPages
 from kvcached_client.copy_process.messages import (
     DEVICE_FAILED,
@@ -27,9 +27,9 @@ from kvcached_client.copy_process.messages import (
     Load,
     MessageStream,
     NotReady,
-    OnDevice,
     Order,
     Outcome,
+    PoolClaim,
     Ready,
     Store,
     decode_begin,
@@ -38,7 +38,7 @@ from kvcached_client.copy_process.messages import (
 )
 from kvcached_client.errors import DeviceError, KvcachedError, RequestError
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.transport.attach import SessionGrant
+from kvcached_client.transport.attach import SessionGrant, claim_pool
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.imported import ImportedMemory
@@ -125,24 +125,38 @@ class Copying(threading.Thread):
         return Outcome(order.number)
 
 
-def mapped(begin: Begin) -> tuple[EnginePages, MarkReader | None]:
-    """Map the engine's memory.
+def mapped(begin: Begin) -> Buffer | ImportedMemory:
+    """Map the engine's memory, and its marks; but no memory that the daemon is asked for.
 
     Raises:
         KvcachedError: it cannot be mapped.
     """
-    marks: MarkReader | None = None
-    owners: tuple[object, ...]
     if begin.device is None:
-        memory = map_sealed(begin.descriptor, begin.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        addresses, owners = (ctypes.addressof(memory),), (memory,)
+        return map_sealed(begin.descriptor, begin.memory_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    from kvcached_client.cuda.imported import ImportedMemory  # noqa: PLC0415 - only memory of a device needs the driver
+
+    imported = ImportedMemory(begin.device.uuid, begin.device.handles, begin.device.marks)
+    if begin.descriptor >= 0:
+        imported.open(begin.descriptor, begin.memory_bytes)
+    return imported
+
+
+def pages_in(begin: Begin, memory: Buffer | ImportedMemory) -> EnginePages:
+    """The engine's pages in memory that is mapped here. Memory that the daemon is asked for is mapped first.
+
+    Raises:
+        KvcachedError: the daemon does not give it, or it cannot be mapped.
+    """
+    if isinstance(memory, ctypes.Array):
+        addresses: tuple[int, ...] = (ctypes.addressof(memory),)
     else:
-        imported = _imported(begin, begin.device)
-        addresses, owners, marks = imported.addresses, (imported,), imported.marks
+        if begin.device is not None and begin.device.claim is not None:
+            memory.open(claimed(begin.device.claim, begin.deadline_ms), begin.memory_bytes)
+        addresses = memory.addresses
     layers = tuple(
         LayerPages(addresses[each.part] + each.offset, each.page_bytes, each.stride_bytes) for each in begin.layers
     )
-    return EnginePages(layers, begin.blocks, begin.fingerprint, owners, begin.device is not None), marks
+    return EnginePages(layers, begin.blocks, begin.fingerprint, (memory,), begin.device is not None)
 
 
 def joined(begin: Begin, pages: EnginePages, join: Join, engine: int) -> OffloadShard:
@@ -150,7 +164,7 @@ def joined(begin: Begin, pages: EnginePages, join: Join, engine: int) -> Offload
 
     Args:
         begin: what was mapped.
-        pages: of the memory that was.
+        pages: in that memory.
         join: the session.
         engine: pidfd of the engine.
 
@@ -167,10 +181,21 @@ def joined(begin: Begin, pages: EnginePages, join: Join, engine: int) -> Offload
     )
 
 
-def _imported(begin: Begin, device: OnDevice) -> ImportedMemory:
-    from kvcached_client.cuda.imported import ImportedMemory  # noqa: PLC0415 - only memory of a device needs the driver
+def claimed(claim: PoolClaim, deadline_ms: int) -> int:
+    """The descriptor of memory that the daemon keeps for the engine.
 
-    return ImportedMemory(device.uuid, begin.descriptor, begin.memory_bytes, device.handles, device.marks)
+    Raises:
+        DaemonUnreachable, DeadlineExceeded: another try may do better.
+        DeviceError: the daemon refuses, as an older one does.
+    """
+    try:
+        found = claim_pool(claim.run_dir, claim.question, deadline_ms=deadline_ms)
+    except RequestError as error:
+        raise DeviceError(f"the daemon lets no process copy for the engine: {error}") from error
+    os.close(found.table)
+    if found.memory is None or found.claimed.pool != claim.question.pool:
+        raise DeviceError("the daemon has given other memory than the engine's")
+    return found.memory
 
 
 def check_alive(engine: int) -> None:
@@ -207,21 +232,25 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvcached copy process: %(message)s")
     inherited, parent = map(int, arguments[1:])
     connection = MessageStream(socket.socket(fileno=inherited))
-    engine = os.pidfd_open(parent)
+    try:
+        engine = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return 0  # it is dead
     if os.getppid() != parent:
-        return 0  # it is dead, and another process may have its id
+        return 0  # another process has its id
     messages = _messages(connection, engine)
     try:
         begin = decode_begin(next(messages))
-        pages, marks = mapped(begin)
-        shard = joined(begin, pages, decode_join(next(messages)), engine)
+        memory = mapped(begin)
+        join = decode_join(next(messages))
+        shard = joined(begin, pages_in(begin, memory), join, engine)
     except EOFError:
         return 0  # the engine is gone, or does without
     except KvcachedError as error:
         connection.send(_not_ready(error), None)
         return _NOT_JOINED
     connection.send(Ready(shard.epoch), None)
-    serve(shard, marks, connection, engine)
+    serve(shard, None if isinstance(memory, ctypes.Array) else memory.marks, connection, engine)
 
 
 def _messages(connection: MessageStream, engine: int) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ import msgspec
 
 from kvcached_client.blocks.jobs import PackedJob
 from kvcached_client.errors import ErrorCode
+from kvcached_client.protocol.attach import ClaimPool
 
 M = TypeVar("M")
 
@@ -29,6 +30,18 @@ class PackedLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     stride_bytes: int
 
 
+class PoolClaim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How the process asks for memory of a CUDA device that the daemon keeps for its engine.
+
+    Attributes:
+        run_dir: the daemon's.
+        question: for a process that copies.
+    """
+
+    run_dir: str
+    question: ClaimPool
+
+
 class OnDevice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What an engine with memory on a CUDA device shares.
 
@@ -36,11 +49,13 @@ class OnDevice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         uuid: of the device.
         marks: descriptor of the page of marks, inherited.
         handles: CUDA IPC handles of allocations; each is a part of the memory.
+        claim: of memory that the daemon keeps; it is the only part then.
     """
 
     uuid: str
     marks: int
     handles: tuple[bytes, ...]
+    claim: PoolClaim | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -48,7 +63,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     Attributes:
         shard: index of the shard.
-        descriptor: of the memory, inherited; -1 if all of it is shared by handles.
+        descriptor: of the memory, inherited; -1 if all of it is shared by handles, or the daemon is asked for it.
         memory_bytes: size of the memory that the descriptor is of.
         device: None for memory of this machine.
         layers: of each layer.

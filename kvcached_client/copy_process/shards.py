@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, Union
 from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.client import CopyProcess
+from kvcached_client.copy_process.engine_memory import EngineMemory
 from kvcached_client.copy_process.messages import Outcome
 from kvcached_client.errors import (
     DaemonUnreachable,
@@ -112,6 +113,7 @@ class Shards:
         in_process: let a process copy. Where its device or its memory cannot be shared with one, threads copy, and the
             log says why.
         log: the engine's.
+        memory: what the tensors are in, as in `CopyProcess.start`.
 
     Raises:
         BadRequest: the tensors are on several devices.
@@ -127,6 +129,7 @@ class Shards:
         deadline_ms: int,
         in_process: bool,
         log: logging.Logger,
+        memory: EngineMemory | None = None,
     ) -> None:
         self._pages = pages
         self._shard = shard
@@ -134,6 +137,7 @@ class Shards:
         self._device = pages.device if pages.is_on_cuda else None
         self._deadline_ms = deadline_ms
         self._log = log
+        self._memory = memory
         self._marks: MarkWriter | None = None  #: for copy processes
         self._prepared: CopyProcess | None = None
         self._under_way: CopyProcess | None = None  #: that joins, or has joined
@@ -216,4 +220,4 @@ class Shards:
             self._marks = marks
 
     def _started(self, marks: MarkWriter) -> CopyProcess:
-        return CopyProcess.prepare(self._shard, self._pages, deadline_ms=self._deadline_ms, marks=marks)
+        return CopyProcess.prepare(self._shard, self._pages, self._memory, deadline_ms=self._deadline_ms, marks=marks)

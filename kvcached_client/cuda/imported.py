@@ -18,13 +18,11 @@ class ImportedMemory:
         marks: those of the engine.
     """
 
-    def __init__(self, uuid: str, descriptor: int, size_bytes: int, handles: Sequence[bytes], marks: int) -> None:
-        """Map memory, and the page of marks.
+    def __init__(self, uuid: str, handles: Sequence[bytes], marks: int) -> None:
+        """Map allocations, and the page of marks.
 
         Args:
             uuid: of the device.
-            descriptor: of memory that the engine has exported; negative = none. It is closed.
-            size_bytes: of that memory.
             handles: of allocations that the engine shares.
             marks: descriptor of the page of marks; it is closed.
 
@@ -34,13 +32,22 @@ class ImportedMemory:
             ValueError: one of the handles is none.
         """
         self._owner = EngineDevice.of_uuid(uuid)
+        self._memories: list[DeviceMemory] = []
         device = self._owner.device
         with device.current():
-            self._memory: DeviceMemory | None = None
-            if descriptor >= 0:
-                self._memory = device.open_memory(descriptor, device.whole_granules(size_bytes))
-                os.close(descriptor)
-            whole = () if self._memory is None else (self._memory.address,)
-            self.addresses = (*whole, *map(device.open_allocation, handles))
+            self.addresses = tuple(map(device.open_allocation, handles))
             self.marks = MarkReader(device, marks)
             os.close(marks)
+
+    def open(self, descriptor: int, size_bytes: int) -> None:
+        """Map memory that was exported as a whole; it is the next part. The descriptor is closed.
+
+        Raises:
+            CudaFailure: as above.
+        """
+        device = self._owner.device
+        with device.current():
+            memory = device.open_memory(descriptor, device.whole_granules(size_bytes))
+        os.close(descriptor)
+        self._memories.append(memory)
+        self.addresses += (memory.address,)

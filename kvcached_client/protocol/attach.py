@@ -52,8 +52,8 @@ class Leave(Attach, frozen=True, kw_only=True, tag="leave"):
 class ClaimPool(Attach, frozen=True, kw_only=True, omit_defaults=True, tag="claim_pool"):
     """From a process of an engine: ask for device memory of the engine that the daemon keeps.
 
-    All processes of one start of an engine send the same values, except `rank`, `device` and `renew`. For memory of a
-    CUDA device: ancillary data is the sender's own pidfd, and the answer comes when the memory is made.
+    All processes of one start of an engine send the same values, except `rank`, `device`, `renew` and `pool`. For
+    memory of a CUDA device: ancillary data is the sender's own pidfd, and the answer comes when the memory is made.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  #: of the engine, the same at each start
@@ -64,6 +64,7 @@ class ClaimPool(Attach, frozen=True, kw_only=True, omit_defaults=True, tag="clai
     blocks: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     device: DeviceId = ""  #: UUID of the CUDA device that is to have the rank's memory; empty: on the CPU
     renew: bool = False  #: the device does not know the memory that the daemon has given: make new memory
+    pool: Fingerprint | None = None  #: of the engine that this process copies for, on a CUDA device, as rank `rank`
 
 
 class ClaimedPool(Attach, frozen=True, kw_only=True, tag="claimed_pool"):

@@ -154,7 +154,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         shards = Shards(
             pages, get_tensor_model_parallel_rank(), current_stream, log=log,
             deadline_ms=self._settings.hold_deadline_ms,
-            in_process=self._settings.copies == "process" and self._memory is None,
+            in_process=self._settings.copies == "process",
+            memory=None if self._memory is None else self._memory.of_copies([layer.address for layer in pages.layers]),
         )  # fmt: skip
         self._worker = WorkerSide(shards)
         if self._memory is not None:

@@ -21,6 +21,8 @@ import msgspec
 from kvcached_client.blocks.engine_table import EngineTable, table_bytes
 from kvcached_client.blocks.mapping import Buffer, map_sealed
 from kvcached_client.blocks.memory_locks import lock_memory
+from kvcached_client.copy_process.engine_memory import EngineMemory
+from kvcached_client.copy_process.messages import PoolClaim
 from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.transport.attach import PoolDescriptors, claim_pool, close_all
@@ -148,9 +150,20 @@ class RankMemory:
         vLLM has warmed up when it asks for this.
         """
         self._end_warm_up()
-        if self._mapped is None or self._asked > 1 or not all(address in self._place for address in addresses):
-            return b""
-        return self._mapped.pool_id
+        mapped = self._mapped_at(addresses)
+        return b"" if mapped is None else mapped.pool_id
+
+    def of_copies(self, addresses: list[int]) -> EngineMemory | None:
+        """The memory for a process that copies; None if it is on the CPU, or the tensors are not in it.
+
+        Args:
+            addresses: where vLLM's tensors begin.
+        """
+        mapped = self._mapped_at(addresses)
+        if mapped is None or not self._question.device:
+            return None
+        question = msgspec.structs.replace(self._question, pool=mapped.pool_id)
+        return EngineMemory(-1, self._place.start, len(self._place), PoolClaim(str(_run_dir(self._settings)), question))
 
     def begin_step(self, *, is_tracked: bool) -> None:
         """Drop all rows of the table before a step that writes blocks without a scheduler that clears their rows."""
@@ -159,6 +172,11 @@ class RankMemory:
             return
         self._is_tracked = False
         self._mapped.table.new_epoch()
+
+    def _mapped_at(self, addresses: list[int]) -> MappedTable | None:
+        """The table of the memory; None if not all tensors begin there."""
+        is_here = self._asked == 1 and all(address in self._place for address in addresses)
+        return self._mapped if is_here else None
 
     def _take(self, found: PoolDescriptors) -> Buffer | None:
         """Memory on the CPU, locked and mapped; None if another process has it. The descriptors are closed."""
@@ -224,11 +242,14 @@ def _place(memory: Buffer) -> range:
     return range(address, address + len(memory))
 
 
+def _run_dir(settings: Settings) -> Path:
+    return Path(settings.run_dir or default_run_dir()).absolute()
+
+
 def _claim(question: ClaimPool, settings: Settings) -> PoolDescriptors | None:
-    run_dir = Path(settings.run_dir or default_run_dir()).absolute()
     try:
         deadline_ms = CLAIM_ON_DEVICE_MS_MAX if question.device else CLAIM_MS_MAX
-        found = claim_pool(run_dir, question, deadline_ms=deadline_ms)
+        found = claim_pool(_run_dir(settings), question, deadline_ms=deadline_ms)
     except (KvcachedError, OSError) as error:
         log.warning("kvcached: no device memory from the daemon, vLLM has its own, cold after a restart: %s", error)
         return None

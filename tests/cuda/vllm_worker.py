@@ -1,4 +1,4 @@
-"""A worker of vLLM with tensors on a CUDA device: ``python -m tests.cuda.vllm_worker RUN_DIR LAYOUT COPIES``.
+"""A worker of vLLM with tensors on a CUDA device: ``python -m tests.cuda.vllm_worker RUN_DIR LAYOUT COPIES [CLAIM]``.
 
 It speaks in lines. One process is scheduler and worker. A forward pass is a late host function on vLLM's stream. The
 connector's own class needs vLLM; what it does with tensors and orders is here.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,10 +25,14 @@ from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.copy_process.shards import Shards
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import CudaFailure, Driver
+from kvcached_client.cuda.mapping import CudaArray
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
+from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.types import TransferId
+from kvcached_client.vllm.device_memory import RankMemory
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
+from kvcached_client.vllm.settings import Settings
 from kvcached_client.vllm.worker import WorkerSide
 from tests.client.offload_rig import HostTensor
 from tests.cuda.offload_engine import Stream, seen
@@ -70,11 +75,14 @@ VIEWS: Final = {
 class Worker:
     """vLLM; its commands are methods."""
 
-    def __init__(self, run_dir: str, layout: str, copies: str) -> None:
+    def __init__(self, run_dir: str, layout: str, copies: str, claim: str = "") -> None:
         self.view = VIEWS[layout]
         self.device = Device(Driver())
         self._memory: DeviceMemory | None = None
-        if copies == "process":  # as torch allocates; else as vLLM's allocator does, for what can sleep
+        self._of_daemon: RankMemory | None = None
+        if claim:
+            self._of_daemon, address = self._claimed(run_dir, claim)
+        elif copies == "process":  # as torch allocates; else as vLLM's allocator does, for what can sleep
             address = int(self.device.driver.call("cuMemAlloc", LAYERS * BLOCKS * PAGE_BYTES))
         else:
             self._memory = self.device.make_memory(LAYERS * BLOCKS * PAGE_BYTES)
@@ -98,10 +106,49 @@ class Worker:
             deadline_ms=10_000,
             in_process=copies != "thread",
             log=log,
+            memory=None
+            if self._of_daemon is None
+            else self._of_daemon.of_copies([each.address for each in pages.layers]),
         )
         self.side = WorkerSide(self._shards)
         lock = NotingLock()
         self._changed, self.side._lock = lock.changed, lock  # type: ignore[assignment]
+
+    def _claimed(self, run_dir: str, claim: str) -> tuple[RankMemory, int]:
+        """Memory of the daemon, and where it is; vLLM has warmed up."""
+        size_bytes = LAYERS * BLOCKS * PAGE_BYTES
+        question = ClaimPool(
+            name="worker", claim=claim, ranks=1, rank=0, rank_bytes=size_bytes, blocks=BLOCKS, device=self.device.uuid
+        )
+        memory = RankMemory(question, Settings(run_dir=run_dir, device_memory="daemon"))
+        self._array = memory.allocate(size_bytes)
+        assert isinstance(self._array, CudaArray)
+        address = int(self._array.__cuda_array_interface__["data"][0])
+        self._pool = memory.pool_id([address]).hex()
+        return memory, address
+
+    def pool(self) -> str:
+        """Which memory of the daemon it has."""
+        return self._pool
+
+    def name_a_stranger_s_pool(self) -> None:
+        """The daemon refuses memory to the process that is to copy next, as one does that does not know of such."""
+        shards = self._shards
+        memory = shards._memory
+        assert memory is not None
+        assert memory.claim is not None
+        question = msgspec.structs.replace(memory.claim.question, pool=bytes(16))
+        shards._memory = memory._replace(claim=msgspec.structs.replace(memory.claim, question=question))
+        assert shards._prepared is not None
+        shards._prepared.abort()
+        shards._prepared.close()
+        shards._prepared = None
+        shards.prepare()
+
+    def copier(self) -> str:
+        """The id of the process that copies."""
+        shard: Any = self.side._shard
+        return str(shard._copies.pid)
 
     def connect(self) -> None:
         """Open another session, as the scheduler's side does when it has lost the last one."""
@@ -239,7 +286,9 @@ class Worker:
         self.side.close()
         self.client.close()
         self.stream.finish()
-        if self._memory is None:
+        if self._of_daemon is not None:
+            del self._of_daemon, self._array
+        elif self._memory is None:
             self.device.driver.call("cuMemFree", self._address)
         else:
             self._memory.close()

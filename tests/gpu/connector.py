@@ -1,10 +1,11 @@
 """What vLLM's connector does with torch's tensors on a device: ``python -m tests.gpu.connector``.
 
 The connector's class needs vLLM. What it does in a worker does not: tensors in vLLM's shapes, made one by one, orders
-after each step, copies by a process of its own, or by a thread. Blocks are computed late, by torch's kernels, and
-stored; other tensors, which late kernels still write, are loaded over. Then a step of many small kernels, as a decode
-step is, is timed alone, and with a load or a store ordered in each step. JSON on stdout; status 1 if a block is not as
-it should be. Where torch has no CUDA device, tensors are on the CPU, which shows that the script runs.
+after each step, copies by a process of its own, or by a thread, and, in memory of the daemon, by a process. Blocks are
+computed late, by torch's kernels, and stored; other tensors, which late kernels still write, are loaded over. Then a
+step of many small kernels, as a decode step is, is timed alone, and with a load or a store ordered in each step. JSON
+on stdout; status 1 if a block is not as it should be. Where torch has no CUDA device, tensors are on the CPU, which
+shows that the script runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -27,10 +29,15 @@ import torch
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.shards import Shards
+from kvcached_client.cuda.device import uuid_of
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
+from kvcached_client.offload_shard import OffloadShard
+from kvcached_client.protocol.attach import ClaimPool
+from kvcached_client.tensors import OtherMemory
 from kvcached_client.types import TransferId
+from kvcached_client.vllm.device_memory import RankMemory
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder
-from kvcached_client.vllm.settings import SWITCH_INTERVAL_S
+from kvcached_client.vllm.settings import SWITCH_INTERVAL_S, Settings
 from kvcached_client.vllm.worker import WorkerSide
 from tests.daemon.offload_process import keys_of
 from tests.daemon.supervised import supervised
@@ -40,6 +47,7 @@ _HEADS, _HEAD_DIM = 4, 128
 _PATIENCE_S: Final = 60
 _LATE_CYCLES: Final = 20_000_000  #: of the device's clock: some 10 ms
 _ROUNDS: Final = 4
+_BLOCKS: Final = 64
 _PROMPT_BLOCKS: Final = 24
 #: What a step launches, as a decode step does without CUDA graphs.
 _KERNELS: Final = 400
@@ -51,6 +59,7 @@ session_ttl_ms = 60000
 size_bytes = {2 << 30}
 slab_bytes = {64 << 20}
 [offload]
+device_memory_bytes = {2 << 30}
 """
 
 Report = dict[str, Any]
@@ -85,8 +94,15 @@ class Worker:
     ) -> None:
         self.device, self.blocks, self._shape = device, blocks, _SHAPES[shape]
         size = self._shape.of(blocks)
-        self.layers = [torch.zeros(size, dtype=torch.bfloat16, device=device) for _ in range(layers)]
+        memory: RankMemory | None = None
+        if copies == "daemon":
+            memory, self.layers = _in_daemon_memory(run_dir, size, layers, blocks)
+        else:
+            self.layers = [torch.zeros(size, dtype=torch.bfloat16, device=device) for _ in range(layers)]
         pages = EnginePages.of_tensors({f"layers.{number}": each for number, each in enumerate(self.layers)})
+        addresses = [layer.address for layer in pages.layers]
+        if memory is not None and not memory.pool_id(addresses):
+            raise RuntimeError("the tensors are not in memory of the daemon")
         self.block_bytes = pages.block_bytes
         self._client = OffloadClient.connect(
             str(run_dir),
@@ -103,8 +119,9 @@ class Worker:
             0,
             lambda ordinal: torch.cuda.current_stream(ordinal).cuda_stream,
             deadline_ms=_PATIENCE_S * 1000,
-            in_process=copies == "process",
+            in_process=copies != "thread",
             log=logging.getLogger("connector"),
+            memory=None if memory is None else memory.of_copies(addresses),
         )
         self.side = WorkerSide(shards)
         parts.callback(self.side.close)
@@ -189,14 +206,30 @@ class Worker:
         return BlockJob(TransferId(plan.transfer), plan.generation, (span,))
 
 
+def _in_daemon_memory(
+    run_dir: Path, size: tuple[int, ...], layers: int, blocks: int
+) -> tuple[RankMemory, list[torch.Tensor]]:
+    """Layers in memory of the daemon, as with `device_memory`; vLLM has not warmed up yet."""
+    ordinal = torch.cuda.current_device()
+    layer_bytes = math.prod(size) * torch.bfloat16.itemsize
+    question = ClaimPool(
+        name="connector", claim=new_instance().hex(), ranks=1, rank=0, rank_bytes=layers * layer_bytes, blocks=blocks,
+        device=uuid_of(ordinal),
+    )  # fmt: skip
+    memory = RankMemory(question, Settings(run_dir=str(run_dir)))
+    with OtherMemory(memory.allocate, "cuda"):
+        cache = torch.zeros(layers * layer_bytes, dtype=torch.int8, device="cuda")
+    return memory, [each.view(torch.bfloat16).view(size) for each in cache.view(layers, layer_bytes)]
+
+
 def blocks_of_late_kernels(run_dir: Path, device: str, copies: str, shape: str) -> Report:
     """What one worker stores another one loads, over blocks that are written until late."""
-    wrong = bad = 0
+    wrong = bad = by_thread = 0
     first_store_ms: float | None = None
     free_bytes = _free_bytes(device)
     with ExitStack() as parts:
-        first, second = (Worker(run_dir, device, copies, shape, 9, 64, parts) for _ in range(2))
-        scattered = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
+        first, second = (Worker(run_dir, device, copies, shape, 9, _BLOCKS, parts) for _ in range(2))
+        scattered = torch.randperm(_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
         for number in range(_ROUNDS):
             name, (to, of) = (
                 f"{copies[0]} {shape} {number}",
@@ -214,11 +247,14 @@ def blocks_of_late_kernels(run_dir: Path, device: str, copies: str, shape: str) 
             second.step(((load,), ()))
             bad += second.wait(loads=1)
             wrong += second.wrong_blocks(name, to)
+        by_thread = sum(isinstance(each.side._shard, OffloadShard) for each in (first, second))
         taken_mib = (free_bytes - _free_bytes(device)) >> 20
+    may_be_threads = copies == "thread" or device == "cpu"
     return {
-        "ok": not wrong and not bad,
+        "ok": not wrong and not bad and (may_be_threads or not by_thread),
         "wrong_blocks": wrong,
         "failed": bad,
+        "by_thread": by_thread,
         "first_store_ms": first_store_ms,
         "taken_mib": taken_mib,
     }
@@ -278,11 +314,12 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report: Report = {"device": device}
     with tempfile.TemporaryDirectory(prefix="kvcached-") as directory, supervised(Path(directory), _CONFIG) as daemon:
-        for copies in ("process", "thread"):
+        kinds = ("process", "thread") if device == "cpu" else ("process", "thread", "daemon")
+        for copies in kinds:
             found = {shape: blocks_of_late_kernels(daemon.run_dir, device, copies, shape) for shape in _SHAPES}
             found["beside"] = steps_beside_copies(daemon.run_dir, device, copies, arguments.rounds)
             report[copies] = found
-    ok = all(each["ok"] for copies in ("process", "thread") for each in report[copies].values())
+    ok = all(each["ok"] for copies in kinds for each in report[copies].values())
     report = {"ok": ok, **report}
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0 if report["ok"] else 1

@@ -61,13 +61,13 @@ def refused_order_silences_its_session(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_DEATHS + "test_dead_engine_s_memory_and_slots_wait_for_the_death_of_its_copy_process")
 def copy_process_has_no_lock(patch: pytest.MonkeyPatch) -> None:
     """The lock of an engine's memory is gone with the engine, though its copy process may still write there."""
-    inherited = "memory = map_sealed(begin.descriptor,"
+    inherited = "return map_sealed(begin.descriptor,"
     other = 'os.open(f"/proc/self/fd/{begin.descriptor}", os.O_RDWR)'
     rewrite(
         patch,
         copy_process.mapped,
         inherited,
-        f"other = {other}\nos.close(begin.descriptor)\nmemory = map_sealed(other,",
+        f"other = {other}\nos.close(begin.descriptor)\nreturn map_sealed(other,",
     )
 
 

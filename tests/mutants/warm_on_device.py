@@ -7,6 +7,7 @@ import pytest
 from kvcached.memory.engine_pool import EnginePool
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.engine_writers import EngineWriters
+from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.cuda.engine_pool import EnginePoolMemory
 from kvcached_client.vllm.computed_steps import ComputedSteps
 from kvcached_client.vllm.device_memory import RankMemory
@@ -62,13 +63,45 @@ def device_memory_of_a_process_without_its_lock(patch: pytest.MonkeyPatch) -> No
 @caught_by(f"{_POOLS}::test_start_that_has_the_claim_of_a_living_one_is_refused")
 def device_memory_of_two_processes(patch: pytest.MonkeyPatch) -> None:
     """A second engine with the same claim gets the memory of the first one."""
-    rewrite(patch, EngineWriters.admit, "if not known.is_dead() and not _is_same(known, process):", "if not known:")
+    rewrite(patch, EngineWriters.admit, "is_taken = ", "is_taken = pool is None and ")
+
+
+@caught_by(f"{_POOLS}::test_memory_waits_for_the_death_of_the_process_that_copies")
+def device_memory_of_a_process_that_copies(patch: pytest.MonkeyPatch) -> None:
+    """An engine with the claim of a dead one gets its memory, into which the dead one's copies still go."""
+    rewrite(patch, EngineWriters.admit, "or self._lives(pool, _place_of_copies(pool, rank))", "")
+
+
+@caught_by(f"{_POOLS}::test_next_daemon_waits_for_the_death_of_the_process_that_copies")
+def process_that_copies_forgotten_by_the_next_daemon(patch: pytest.MonkeyPatch) -> None:
+    """The next daemon waits for the death of the engine's process alone."""
+    rewrite(patch, EngineWriters.find, "min(2 * pool.head.ranks, RANKS_MAX)", "pool.head.ranks")
+
+
+@caught_by(f"{_POOLS}::test_nobody_copies_for_an_engine_that_has_not_the_memory")
+def copies_for_a_dead_engine(patch: pytest.MonkeyPatch) -> None:
+    """A process gets the memory of an engine that is dead, as if it copied for it."""
+    rewrite(patch, EngineWriters.admit_copies, "elif not self._lives(pool, rank):", "elif rank < 0:")
+
+
+@caught_by("tests/cuda/test_copies_in_daemon_memory.py::test_memory_waits_for_the_process_that_copied")
+def process_that_copies_is_no_writer(patch: pytest.MonkeyPatch) -> None:
+    """The daemon gives memory to a process that copies, and does not note it."""
+    rewrite(patch, EngineWriters.admit_copies, "self._put(pool, place, process)", "process.close()")
+
+
+@caught_by(
+    "tests/cuda/test_copies_in_daemon_memory.py::test_thread_copies_where_the_daemon_gives_the_memory_to_no_process"
+)
+def refused_process_is_taken_for_a_killed_one(patch: pytest.MonkeyPatch) -> None:
+    """A process that has said why it cannot copy is killed before it ends, and others are tried in vain."""
+    rewrite(patch, CopyProcess._join, "self._end()  # by itself: it must not look as if it was killed", "pass")
 
 
 @caught_by(f"{_POOLS}::test_memory_of_a_process_that_cannot_be_seen_is_dropped")
 def writer_of_another_pid_namespace_is_dead(patch: pytest.MonkeyPatch) -> None:
     """The next daemon takes a process of another pid namespace for the one that has its id here, or for dead."""
-    rewrite(patch, EngineWriters.find, "if writer.namespace != pid_namespace():", "if not rank + 1:")
+    rewrite(patch, EngineWriters.find, "if writer.namespace != pid_namespace():", "if not place + 1:")
 
 
 @caught_by(f"{_POOLS}::test_new_memory_of_a_rank_drops_all_rows")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvcached.memory.available import NotEnoughMemory
@@ -329,3 +331,95 @@ def test_engine_on_the_cpu_gets_no_memory_of_a_device(pools: EnginePools) -> Non
     assert claim(pools, question("third"))[0].pool == first.pool
     mixed = ClaimPool(name="model", claim="third", ranks=1, rank=0, rank_bytes=RANK_BYTES, blocks=BLOCKS)
     assert refusal(lambda: pools.claim(mixed)).code is ErrorCode.WRONG_LAYOUT
+
+
+def copies(
+    pools: EnginePools, pool: bytes, process: Process, rank: int = 0, *, ranks: int = 1, device: int | None = None
+) -> Claimed:
+    """The memory for a process that copies."""
+    wanted = msgspec.structs.replace(question("whatever", rank, ranks=ranks, device=device), pool=pool)
+    return claim(pools, wanted, process)
+
+
+def test_memory_waits_for_the_death_of_the_process_that_copies(pools: EnginePools) -> None:
+    """It gets the engine's memory beside the engine; when the engine is dead, the next one waits for it as well."""
+    engine, first_copies = Process(), Process(os.getppid())
+    first, given = claim(pools, question("first"), engine)
+    assert copies(pools, first.pool, first_copies) == (first, given)
+    engine.has_ended = True
+    assert claim(pools, question("second"), Process(os.getppid()))[0].pool != first.pool
+    found = refusal(lambda: claim(pools, question("first")))
+    assert "another living process has the memory of rank 0" in found.message
+    first_copies.has_ended = True
+    assert claim(pools, question("third"))[0] == first
+    assert engine.is_closed
+
+
+def test_process_that_copies_is_followed_by_another_once_it_is_dead(pools: EnginePools) -> None:
+    """One at a time, for each rank; a dead one is forgotten."""
+    first, _ = claim(pools, question("first", 0, ranks=2))
+    claim(pools, question("first", 1, ranks=2))
+    one, other, of_rank_1 = Process(os.getppid()), Process(os.getppid()), Process(os.getppid())
+    copies(pools, first.pool, one, ranks=2)
+    copies(pools, first.pool, of_rank_1, 1, ranks=2)
+    found = refusal(lambda: copies(pools, first.pool, other, ranks=2))
+    assert (found.code, "another living process copies for rank 0" in found.message) == (ErrorCode.LIMIT, True)
+    assert other.is_closed
+    one.has_ended = True
+    copies(pools, first.pool, Process(os.getppid()), ranks=2)
+    assert (one.is_closed, of_rank_1.is_closed) == (True, False)
+
+
+def test_nobody_copies_for_an_engine_that_has_not_the_memory(pools: EnginePools) -> None:
+    """The pool, its sizes, the rank, the device and the user have to be the engine's, which has to live."""
+    engine = Process()
+    first, _ = claim(pools, question("first", 0, ranks=2), engine)
+    wanted = msgspec.structs.replace(question("first", 0, ranks=2), pool=first.pool)
+    wrong = (
+        {"pool": bytes(16)}, {"name": "other"}, {"blocks": BLOCKS - 1}, {"rank": 1, "device": DEVICES[1]},
+        {"device": DEVICES[1]}, {"ranks": 1},
+    )  # fmt: skip
+    for change in wrong:
+        asking = Process(os.getppid())
+        found = refusal(lambda: claim(pools, msgspec.structs.replace(wanted, **change), asking))  # noqa: B023
+        assert (found.code, asking.is_closed) == (ErrorCode.BAD_VALUE, True), change
+    asking = Process(os.getppid())
+    found = refusal(lambda: asyncio.run(pools.claim_on_device(wanted, asking, lambda: "bob")))
+    assert (found.code, asking.is_closed) == (ErrorCode.BAD_VALUE, True)
+    assert refusal(lambda: pools.claim(msgspec.structs.replace(wanted, device=""))).code is ErrorCode.BAD_VALUE
+    assert len(pools.stats()) == 1
+    engine.has_ended = True
+    found = refusal(lambda: claim(pools, wanted, Process(os.getppid())))
+    assert "no living process has the memory of rank 0" in found.message
+
+
+def test_engine_of_many_ranks_has_no_processes_that_copy(pools: EnginePools) -> None:
+    """The table has places for 32 ranks with such a process each."""
+    for ranks in (32, 33):
+        last = ranks - 1
+        first, _ = claim(pools, question(f"start {ranks}", last, ranks=ranks, device=0))
+        asked = functools.partial(copies, pools, first.pool, Process(os.getppid()), last, ranks=ranks, device=0)
+        if ranks == 32:
+            assert asked()[0] == first
+        else:
+            assert "33 ranks has too many" in refusal(asked).message
+
+
+def test_next_daemon_waits_for_the_death_of_the_process_that_copies(
+    pools: EnginePools, devices: Devices, manager: Manager
+) -> None:
+    """It is written down like the engine's own process."""
+    first, _ = claim(pools, question("first"))
+    copies(pools, first.pool, Process(os.getppid()))
+    table = pools._pools[0].table
+    table.note_writer(0, Writer(pid=os.getpid(), started=1, namespace=table.writer(0).namespace))  # it is dead
+    pools.close()
+    next_pools = later(manager, devices)
+    assert [pool.used for pool in next_pools.stats()] == [True]
+    (pool,) = next_pools._pools
+    pool.table.note_writer(1, Writer(pid=os.getppid(), started=1, namespace=pool.table.writer(1).namespace))
+    next_pools.close()
+    last = later(manager, devices)
+    assert [pool.used for pool in last.stats()] == [False]
+    assert claim(last, question("second"))[0] == first
+    last.close()

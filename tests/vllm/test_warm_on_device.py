@@ -32,7 +32,7 @@ def loop(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[WarmLoop]:
-    """Engines whose KV cache is on the device. Nothing of it is left afterwards, and no rule was broken.
+    """Engines whose KV cache is on the device. Nothing of it is left afterwards, no rule was broken, no engine copied.
 
     A parameter is the longest time, in microseconds, that a stream is late.
     """
@@ -40,11 +40,16 @@ def loop(
     loop = WarmLoop(tmp_path, models / "model", seed=11, faults=ON_DEVICE)
     with loop.running(tmp_path):
         yield loop
-    assert trace.broken_rules(trace.read(traced)) == []
+    records = trace.read(traced)
+    assert trace.broken_rules(records) == []
     assert live_granules(device) == 0
+    engines = {record.process for record in trace.calls(records, "cuStreamWriteValue32")}
+    copying = {record.process for record in trace.calls(records, "cuMemcpyBatchAsync")}
+    assert engines
+    assert not engines & copying
 
 
-def test_killed_engine_comes_back_warm(loop: WarmLoop, device: Path) -> None:
+def test_killed_engine_comes_back_warm(loop: WarmLoop, device: Path, tmp_path: Path) -> None:
     """All answers are stock vLLM's, and blocks are found in vLLM's own cache, though it has warmed up over them."""
     for number in range(KILLS):
         loop.kill_once(number)
@@ -57,6 +62,7 @@ def test_killed_engine_comes_back_warm(loop: WarmLoop, device: Path) -> None:
     assert outcome.adopted > 0, outcome
     assert outcome.share >= SHARE_MIN, outcome
     assert live_granules(device) == (ROOMY + SMALL) // GRANULE_BYTES
+    assert trace.calls(trace.read(tmp_path / "trace"), "cuMemcpyBatchAsync")
 
 
 @pytest.mark.parametrize("loop", [400_000], indirect=True)

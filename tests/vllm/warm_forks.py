@@ -22,6 +22,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Collection
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -35,10 +37,8 @@ from vllm.v1.executor import multiproc_executor
 from kvcached_client import tensors
 from kvcached_client.cuda import engine_pool
 from kvcached_client.cuda.device import Device
-from kvcached_client.cuda.driver import Driver
-from kvcached_client.cuda.streams import StreamFences
+from kvcached_client.cuda.driver import Driver, Stream
 from kvcached_client.vllm import connector, device_memory, device_table
-from kvcached_client.vllm.computed_steps import ComputedSteps
 from kvcached_client.vllm.device_memory import RankMemory
 from kvcached_client.vllm.device_table import DeviceTable
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
@@ -153,16 +153,24 @@ def any_memory() -> None:
 def on_device() -> None:
     """No fault: the KV cache is memory of the fake CUDA device, which the processor reaches, and steps end late."""
     found: Any = connector
+    tensors_of = found.tensors_of
+
+    @cache
+    def stream() -> Stream:  # of each rank, which is a process
+        return Device(Driver()).make_stream()
+
     found.own_device = lambda kind, current_device: device_memory.own_device("cuda", lambda: 0)
-    found.steps_of = lambda pages, current_stream: late_steps()
+    found.current_stream = lambda _: stream().handle
+    found.tensors_of = lambda caches: {name: shown_on_device(each) for name, each in tensors_of(caches).items()}
     tensors.cuda_tensor = over_device_memory
 
 
-def late_steps() -> ComputedSteps:
-    """Steps count as computed when a stream of the device is done with them."""
-    device = Device(Driver())
-    stream = device.make_stream()
-    return ComputedSteps(StreamFences(device.uuid), lambda: stream.handle)
+def shown_on_device(tensor: torch.Tensor) -> Any:
+    """A tensor of vLLM's, as a CUDA build would show it."""
+    return SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        **{name: getattr(tensor, name) for name in ("shape", "dtype", "stride", "element_size", "data_ptr")},
+    )
 
 
 def over_device_memory(array: Any) -> torch.Tensor:
