@@ -15,6 +15,7 @@
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # MUTANTS      names of mutants, or --passed if all tests have passed just now   make mutants MUTANTS=--passed
 # PART         K/N: of slow, vllm and mutants, every Nth file or mutant from the Kth on   make slow PART=0/2
+# VLLM         0.32, or 0.33: whose code vLLM's tests run, around the CPU kernels of 0.32   make vllm VLLM=0.33
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
 # REPLAY       options of the replay                      make replay REPLAY='--model tiny --requests 60'
 
@@ -22,9 +23,11 @@ PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 PART ?= 0/1
+VLLM ?= 0.32
 
 VENV := .venv
-VLLM_VENV := .venv-vllm
+VLLM_VENV := .venv-vllm$(if $(filter-out 0.32,$(VLLM)),-$(VLLM))
+VLLM_CODE := $(if $(filter-out 0.32,$(VLLM)),--code vllm==$(VLLM).0)
 SGLANG_VENV := .venv-sglang
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
@@ -125,11 +128,12 @@ replay: env vllm-env
 vllm-env: $(VLLM_STAMP)
 
 $(VLLM_STAMP): tests/vllm/environment/build.py $(VLLM_LOCK) $(CLIENT) | $(STAMP)
-	@$(BIN)/python -m tests.vllm.environment.build $(VLLM_VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@$(BIN)/python -m tests.vllm.environment.build $(VLLM_VENV) $(VLLM_CODE) \
+	    $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 	@touch $@
 
 vllm: env vllm-env
-	@$(BIN)/python -m pytest -m vllm --part $(PART)
+	@VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm --part $(PART)
 
 # SGLang has one as well.
 sglang-env: $(SGLANG_STAMP)
@@ -154,6 +158,6 @@ reference: env
 	@echo "==> build/reference/index.html"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
+	rm -rf $(VENV) .venv-vllm* $(SGLANG_VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kvcached kvcached_client benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ from benchmarks.engine_child import interpreter_of
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
 #: What its processes find at their start: without it, they take the cores from the daemon while they wait.
-_YIELDING: Final = _ROOT / "tests" / "vllm" / "yielding"
+_STAND_INS: Final = _ROOT / "tests" / "vllm" / "stand_ins"
 
 #: Folder of vLLM's environment; a relative one is in the checkout.
 VARIABLE: Final = "VLLM_VENV"
@@ -45,6 +45,6 @@ def interpreter() -> Path:
 def environment(run_dir: Path | None) -> dict[str, str]:
     """Variables for a program that imports vLLM; with the run directory of the daemon that it is to use."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED_")}
-    path = [each for each in (str(_YIELDING), inherited.get("PYTHONPATH")) if each]
+    path = [each for each in (str(_STAND_INS), inherited.get("PYTHONPATH")) if each]
     ours = {"PYTHONPATH": os.pathsep.join(path)} | ({} if run_dir is None else {"KVCACHED_RUN_DIR": str(run_dir)})
     return inherited | _SETTINGS | ours

@@ -36,7 +36,7 @@ from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.device_memory import RankMemory, own_device, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
-from kvcached_client.vllm.groups import canonical_of, check_groups, described, keeps_all_blocks, tensors_of
+from kvcached_client.vllm.groups import canonical_of, check_groups, described, has_states, keeps_all_blocks, tensors_of
 from kvcached_client.vllm.identity import EngineDescription
 from kvcached_client.vllm.messages import KvcachedOrders, KvcachedPages, KvcachedReport
 from kvcached_client.vllm.metrics import (
@@ -99,7 +99,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._is_grouped:
             check_groups(specs)
         if self._settings.device_memory == "daemon":
-            check_device_memory(vllm_config, keeps_all_blocks=keeps_all)
+            check_device_memory(vllm_config, has_states=any(map(has_states, specs)))
         self._link = DaemonThread(prefetch=self._settings.prefetch)
         self._ending = threading.Event()
         self._scheduler: SchedulerSide | None = None
@@ -231,9 +231,13 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: VllmObject) -> None:
+        """Accept vLLM's cache manager, and with it the block pool."""
+        self._manager = kv_cache_manager
+        super().bind_kv_cache_manager(kv_cache_manager)
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Accept vLLM's block pool."""
-        self._pool: VllmObject = gpu_block_pool
         self._scheduler = SchedulerSide(
             self._link,
             gpu_block_pool,
@@ -269,13 +273,13 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         identify = KnownIdentity(partial(description.identify, reader))
         self._link.start(connect_as(identify, layout, self._settings, self._link.wake))
         if self._settings.device_memory == "daemon":
-            question = pool_question(self._vllm_config, self._kv_cache_config)
+            sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
             self._device = open_table(
-                question,
+                pool_question(self._vllm_config, self._kv_cache_config),
                 self._settings,
                 [each.pool_id for each in metadata.values()],
-                self._pool,
-                Engine(layout, identify, f"{vllm.__version__} {version('torch')}"),
+                self._manager,
+                Engine(layout, identify, f"{vllm.__version__} {version('torch')}", sizes),
             )
 
     def on_new_request(self, request: VllmObject) -> None:
@@ -288,10 +292,9 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: VllmObject, blocks: VllmObject, num_external_tokens: int) -> None:
         """Order the load into the blocks that a request got."""
-        tables = blocks.get_block_ids()
         if self._device is not None:
-            self._device.allocated(request.request_id, tables[0], is_loading=num_external_tokens > 0)
-        self._of_scheduler().allocated(request, tables, num_external_tokens)
+            self._device.allocated(request.request_id, is_loading=num_external_tokens > 0)
+        self._of_scheduler().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: VllmObject) -> KVConnectorMetadata:
         """The orders for the workers of a step."""
@@ -316,7 +319,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(self, request: VllmObject, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Note the end of a request. vLLM may free its blocks, because blocks of stores are held separately."""
         if self._device is not None:
-            self._device.finished(request.request_id, block_ids)
+            self._device.finished(request.request_id)
         return False, self._of_scheduler().finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:

@@ -17,7 +17,7 @@ from kvcached_client.vllm.computed_steps import NEVER
 from kvcached_client.vllm.device_memory import claim_table
 from kvcached_client.vllm.identity import Identity
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
-from kvcached_client.vllm.scheduling.request_state import Step, WatchedPool
+from kvcached_client.vllm.scheduling.request_state import CacheManager, Step
 from kvcached_client.vllm.settings import Settings
 
 _PERSON: Final = b"kvcached device1"
@@ -52,11 +52,13 @@ class Engine(NamedTuple):
         layout: of its namespace.
         identify: its identity.
         version: of vLLM and of torch: what lies in device memory is theirs.
+        block_sizes: tokens of a block, of each group of layers.
     """
 
     layout: OffloadLayout
     identify: KnownIdentity
     version: str
+    block_sizes: Sequence[int]
 
 
 class DeviceTable:
@@ -96,9 +98,9 @@ class DeviceTable:
             self._is_identified = True
         return self._blocks.step(step)
 
-    def allocated(self, request_id: str, blocks: Sequence[int], *, is_loading: bool) -> None:
+    def allocated(self, request_id: str, *, is_loading: bool) -> None:
         """See `DeviceBlocks.allocated`."""
-        self._blocks.allocated(request_id, blocks, is_loading=is_loading)
+        self._blocks.allocated(request_id, is_loading=is_loading)
 
     def computed(self, steps: Mapping[int, int]) -> None:
         """Note the last step that ranks have computed. Ranks that are not named have computed no more than before."""
@@ -113,9 +115,9 @@ class DeviceTable:
         """Whether blocks are named once further steps have been reported."""
         return self._blocks.is_waiting
 
-    def finished(self, request_id: str, blocks: Sequence[int]) -> None:
+    def finished(self, request_id: str) -> None:
         """See `DeviceBlocks.finished`."""
-        self._blocks.finished(request_id, blocks)
+        self._blocks.finished(request_id)
 
     def forget(self, blocks: Collection[int]) -> None:
         """See `DeviceBlocks.forget`."""
@@ -150,7 +152,7 @@ def open_table(
     question: ClaimPool,
     settings: Settings,
     pool_ids: Collection[bytes],
-    pool: WatchedPool,
+    manager: CacheManager,
     engine: Engine,
 ) -> DeviceTable | None:
     """The table of this vLLM's engine pool, with what is adopted; None if a rank has other memory than this pool's.
@@ -159,7 +161,7 @@ def open_table(
         question: for the daemon.
         settings: of the connector.
         pool_ids: the engine pool that each rank has its memory of; empty for other memory.
-        pool: vLLM's blocks.
+        manager: of vLLM's blocks.
         engine: what it computes with.
     """
     if not any(pool_ids):
@@ -168,7 +170,10 @@ def open_table(
     if mapped is None or set(pool_ids) != {mapped.pool_id}:
         log.warning("kvcached: not all ranks have their KV cache in the daemon's memory: it is cold after a restart")
         return None
-    table = DeviceTable(mapped.table, DeviceBlocks(mapped.table, pool, engine.layout.block_size), engine, len(pool_ids))
+    blocks = DeviceBlocks(
+        mapped.table, manager.block_pool, engine.block_sizes, lambda request_id: manager.get_blocks(request_id).blocks
+    )
+    table = DeviceTable(mapped.table, blocks, engine, len(pool_ids))
     adopted = table.adopt()
     log.info("kvcached: %d of %d blocks of device memory are warm", adopted, question.blocks)
     return table

@@ -38,7 +38,7 @@ def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
     )
 
 
-def is_of_states(spec: VllmObject) -> bool:
+def has_states(spec: VllmObject) -> bool:
     """Whether the layers of a group keep states: of all tokens so far, instead of each."""
     return all(isinstance(layer, MambaSpec) for layer in iter_layer_specs(spec))
 
@@ -55,7 +55,7 @@ def check_groups(specs: Sequence[VllmObject]) -> None:
         f"vLLM keeps {', '.join(other)} for groups of this model's layers; it takes groups with full attention, "
         "sliding windows, chunked local attention or states: use no kvcached": bool(other),
         "no layer of the model has attention, so that vLLM has states and no blocks: use no kvcached": all(
-            is_of_states(spec) for spec in specs
+            has_states(spec) for spec in specs
         ),
         "vLLM keeps no states of which a request may continue: leave out --no-enable-prefix-caching, and "
         "--mamba-cache-mode": any(

@@ -16,6 +16,7 @@ from kvcached_client.vllm.scheduling.request_state import (
     BlockPool,
     BlockState,
     CachedRequests,
+    CacheManager,
     NewRequest,
     Request,
     Step,
@@ -35,7 +36,7 @@ def _names(protocol: type) -> frozenset[str]:
 _PARTS: Final[Mapping[str, frozenset[str]]] = {
     "vllm.v1.request:Request": _names(Request) | {"all_token_ids", "lora_request", "session_id"},
     "vllm.v1.core.block_pool:BlockPool": _names(BlockPool) | {"hash_block_size", "unpin_blocks", "_insert_block_hash"},
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": frozenset({"get_blocks"}),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": _names(CacheManager),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": frozenset({"request_finished_all_groups"}),
     _BASE: frozenset({"bind_kv_cache_manager", "get_transfer_results"}),
     "vllm.v1.core.sched.output:SchedulerOutput": _names(Step),

@@ -34,7 +34,7 @@ from tests.cuda.offload_engine import Stream, seen
 from tests.line_process import serve
 from tests.vllm_connector.mini_daemon import BLOCK
 from tests.vllm_connector.rig import Cached, FakeStep, New
-from tests.vllm_connector.warm_world import WatchedPool
+from tests.vllm_connector.warm_world import WatchedPool, manager_of
 
 BLOCKS: Final = 32
 BLOCK_BYTES: Final = 256 * 1024
@@ -143,13 +143,12 @@ class Engine:
     def schedule(self, *pools: str) -> str:
         """Begin to serve with ranks of these pools; how many blocks are found, or ``cold``."""
         layout = OffloadLayout(BLOCK, self._question.ranks, BLOCK_BYTES, bytes(16))
-        pool: Any = self._pool
         self._table = open_table(
             ClaimPool(**{**_fields(self._question), "rank": None, "device": ""}),
             self._settings,
             [b"" if each == "none" else bytes.fromhex(each) for each in pools],
-            pool,
-            device_table.Engine(layout, self._identify, "0.32"),
+            manager_of(self._pool),
+            device_table.Engine(layout, self._identify, "0.32", [BLOCK]),
         )
         if self._table is None:
             return "cold"
@@ -161,10 +160,11 @@ class Engine:
         taken = self._pool.take(blocks)
         assert taken is not None
         for depth, block in enumerate(taken):
-            self._pool.remember(block, f"{name} {depth}".encode())
+            self._pool.remember(block, f"{name} {depth}".encode(), (depth + 1) * BLOCK)
+        self._pool.tables[name] = [taken]
         step: Any = FakeStep([New(name, (taken,), 0)], Cached(), {name: blocks * BLOCK})
         number = self._table.step(step)
-        self._table.finished(name, taken)
+        self._table.finished(name)
         self._pool.give_back(reversed(taken))
         return " ".join(map(str, (number, *taken)))
 

@@ -17,6 +17,7 @@ from tests.mutants.mutant import caught_by, rewrite
 
 _MODEL = "tests/vllm_connector/test_device_blocks.py"
 _KILLED = f"{_MODEL}::test_engine_is_killed_at_any_instant"
+_GROUPS = "tests/vllm_connector/test_device_groups.py"
 _TABLE = "tests/vllm_connector/test_device_table.py"
 _POOLS = "tests/recovery/test_engine_pools.py"
 
@@ -48,7 +49,7 @@ def device_block_named_though_given_away(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_KILLED)
 def device_block_of_a_stale_epoch(patch: pytest.MonkeyPatch) -> None:
     """What builds on blocks from before a clear is named as if it were new."""
-    rewrite(patch, DeviceBlocks._epoch_behind, "return epoch if known == epoch else _NO_EPOCH", "return epoch")
+    rewrite(patch, DeviceBlocks._epoch_behind, "if known != epoch:", "if known == -1:")
 
 
 @caught_by(f"{_MODEL}::test_nothing_of_before_a_clear_is_named")
@@ -130,3 +131,27 @@ def device_memory_of_another_pool(patch: pytest.MonkeyPatch) -> None:
 def device_memory_outlives_a_clear(patch: pytest.MonkeyPatch) -> None:
     """A clear leaves the names of blocks of engines that live."""
     rewrite(patch, EnginePools.cleared, "pool.table.new_epoch()", "pass")
+
+
+@caught_by(f"{_GROUPS}::test_nothing_is_named_that_builds_on_a_group_of_before_a_clear")
+def epoch_of_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
+    """A request builds on blocks of a window from before a clear, and what it computes counts as new."""
+    rewrite(patch, DeviceBlocks._epoch_behind, "zip(tables, counts, strict=True)", "[(tables[0], counts[0])]")
+
+
+@caught_by(f"{_GROUPS}::test_part_of_a_block_is_not_named")
+def part_of_a_block_is_named(patch: pytest.MonkeyPatch) -> None:
+    """A block that vLLM finds by fewer tokens than it has room for is named as if it was full."""
+    rewrite(patch, DeviceBlocks._note, " and block.block_hash_num_tokens == (depth + 1) * size", "")
+
+
+@caught_by(f"{_GROUPS}::test_blocks_without_a_hash_are_passed_over")
+def chain_ends_at_a_block_that_left_the_window(patch: pytest.MonkeyPatch) -> None:
+    """Blocks behind those that nobody needs any more are not found after a restart."""
+    rewrite(patch, DeviceBlocks._note, "request.noted[group] += request.noted[group] == depth", "break")
+
+
+@caught_by(f"{_GROUPS}::test_blocks_without_a_hash_are_passed_over")
+def block_of_a_window_is_adopted_in_another_group(patch: pytest.MonkeyPatch) -> None:
+    """All blocks are taken for as long as those of the first group, and tell vLLM of too few tokens."""
+    rewrite(patch, DeviceBlocks._group_of, "len(self._block_sizes) > 1", "not self._block_sizes")

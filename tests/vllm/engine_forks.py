@@ -3,10 +3,10 @@
     python -P tests/vllm/engine_forks.py
 
 Each line of stdin is an engine to run: a JSON object with `options` of `vllm.LLM`, with `on_device`, whether its KV
-cache is memory of the fake CUDA device, and with `turns`. A turn is a list of prompts, which are answered at the same
-time. vLLM forgets its own prefix cache before each turn. The reply is a line of stdout: a list with a list of answers
-for each turn; an answer is an object with `tokens`, `logprobs` and `cached`. The engine has ended then. stderr gets
-vLLM's log. Runs in vLLM's environment.
+cache is memory of the fake CUDA device, with `is_async`, whether it schedules ahead as on GPUs, and with `turns`. A
+turn is a list of prompts, which are answered at the same time. vLLM forgets its own prefix cache before each turn. The
+reply is a line of stdout: a list with a list of answers for each turn; an answer is an object with `tokens`,
+`logprobs` and `cached`. The engine has ended then. stderr gets vLLM's log. Runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, cast
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
@@ -27,6 +26,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_MET
 import vllm.v1.engine.llm_engine
 import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker
+import vllm_stand_ins  # type: ignore[import-not-found]
 from vllm import LLM, SamplingParams
 
 from kvcached_client.cuda.device import Device
@@ -68,6 +68,8 @@ def run(work: dict[str, Any], writer: int) -> int:
     try:
         if work["on_device"]:
             put_on_device()
+        if work["is_async"]:
+            vllm_stand_ins.switch_on_async_scheduling()
         engine = LLM(**work["options"])
         if "kv_transfer_config" in work["options"]:
             wait_for_daemon(engine)
@@ -82,15 +84,6 @@ def run(work: dict[str, Any], writer: int) -> int:
         if engine is not None:
             engine.llm_engine.engine_core.shutdown()
     return 0
-
-
-class OnDevice:
-    """A tensor of vLLM's, as a CUDA build would show it."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, SimpleNamespace(type="cuda")
-        self.stride, self.element_size, self.data_ptr = tensor.stride, tensor.element_size, tensor.data_ptr
 
 
 def put_on_device() -> None:
@@ -111,7 +104,9 @@ def put_on_device() -> None:
     # On CPUs vLLM spawns its ranks, which would know nothing of this.
     vllm.v1.executor.multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     found.KvcachedConnector.get_mem_pool_context = lambda _: OtherMemory(allocate)
-    found.tensors_of = lambda caches: {name: OnDevice(each) for name, each in tensors_of(caches).items()}
+    found.tensors_of = lambda caches: {
+        name: vllm_stand_ins.shown_on_device(each) for name, each in tensors_of(caches).items()
+    }
     found.current_stream = lambda _: device()[1].handle
 
 

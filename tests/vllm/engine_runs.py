@@ -61,6 +61,7 @@ class EngineRuns:
         *,
         name: str = "",
         on_device: bool = False,
+        is_async: bool = False,
         **options: Any,
     ) -> list[list[Answer]]:
         """The answers of a new engine to some turns of prompts; it has ended on return.
@@ -70,6 +71,7 @@ class EngineRuns:
             turns: prompts of each turn, which are asked at the same time.
             name: engines share blocks only with those of the same name; "" = no connector.
             on_device: its KV cache is memory of the fake CUDA device.
+            is_async: it decides on a step before it has the output of the last one, as vLLM does on GPUs.
             options: of `vllm.LLM`.
 
         Raises:
@@ -82,7 +84,8 @@ class EngineRuns:
             }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"options": all_options, "on_device": on_device, "turns": turns}) + "\n")
+        work = {"options": all_options, "on_device": on_device, "is_async": is_async, "turns": turns}
+        self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         told = json.loads(self._process.stdout.readline() or "null")
         assert told is not None, self.log.read_text(errors="replace")[-6000:]

@@ -5,7 +5,7 @@
 Engines of one rank are killed, then engines of two ranks, of which half lose one rank only. After each kill the next
 engine adopts what is valid: its answers must be those of stock vLLM, and it must find at least 95 % of the blocks of
 the prompts that were answered last. The controls (`warm_controls`) follow. Before all that, engines that do not clear
-the rows of blocks that are overwritten are killed until an answer is wrong.
+the rows of blocks that are overwritten are killed until an answer is wrong. All engines schedule ahead, as on GPUs.
 
 Progress goes to stderr, a summary as JSON to stdout. Exit status 1 if anything is not as it should be.
 """
@@ -89,6 +89,7 @@ class Run:
     def _loop(self, name: str, *, ranks: int = 1, faults: Sequence[str] = ()) -> Iterator[WarmLoop]:
         folder = self._folder / name
         folder.mkdir()
+        faults = [*faults, "async_scheduling"]
         loop = WarmLoop(folder, self._model, prompts=PROMPTS, ranks=ranks, seed=self._seed, faults=faults)
         with loop.running(folder):
             yield loop

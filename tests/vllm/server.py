@@ -38,7 +38,7 @@ READY = b"Application startup complete."
 TELLING = re.compile(rb"kvcached|WARNING|ERROR")
 
 #: vLLM's processes find the module that it holds at their start.
-_YIELDING = ROOT / "tests/vllm/yielding"
+_STAND_INS = ROOT / "tests/vllm/stand_ins"
 _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -71,7 +71,7 @@ CONNECTOR = {
 
 def interpreter() -> Path:
     """Python of vLLM's environment."""
-    python = ROOT / ".venv-vllm/bin/python"
+    python = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin/python"
     if not python.exists():
         pytest.fail(f"there is no {python}: `make vllm-env` builds vLLM's environment", pytrace=False)
     return python
@@ -80,7 +80,7 @@ def interpreter() -> Path:
 def environment(run_dir: Path | None) -> dict[str, str]:
     """Variables for a program that imports vLLM; with the run directory of the daemon that it is to use."""
     clean = clean_environment()
-    path = os.pathsep.join((str(_YIELDING), clean["PYTHONPATH"]))
+    path = os.pathsep.join((str(_STAND_INS), clean["PYTHONPATH"]))
     place = {} if run_dir is None else {"KVCACHED_RUN_DIR": str(run_dir)}
     return {**clean, **_VARIABLES, "PYTHONPATH": path, **place}
 

@@ -51,7 +51,8 @@ def test_answers_are_stock_vllm_s(tmp_path: Path, models: Path, daemon: CacheDae
     model, turns = models / "model", [PROMPTS, PROMPTS]
     with engine_runs(tmp_path / "log", daemon.run_dir) as runs:
         first, second = (
-            runs.run(model, turns, name=f"copied {ranks}", on_device=True, tensor_parallel_size=ranks) for _ in range(2)
+            runs.run(model, turns, name=f"copied {ranks}", on_device=True, is_async=True, tensor_parallel_size=ranks)
+            for _ in range(2)
         )
         expected = runs.run(model, turns, tensor_parallel_size=ranks)
 
@@ -100,7 +101,7 @@ def test_killed_copy_processes_cost_no_answer(tmp_path: Path, models: Path, daem
         expected = runs.run(model, turns[:1])[0]
         killer.start()
         try:
-            answers = runs.run(model, turns, name="killed", on_device=True)
+            answers = runs.run(model, turns, name="killed", on_device=True, is_async=True)
         finally:
             ending.set()
             killer.join()

@@ -17,9 +17,10 @@ KILLS = 6
 SHARE_MIN = 0.95
 
 
-def test_killed_engine_comes_back_warm(tmp_path: Path, models: Path) -> None:
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_killed_engine_comes_back_warm(tmp_path: Path, models: Path, scheduling: str) -> None:
     """All answers are stock vLLM's; at least 95 % of what was computed is found. Many more kills: see `kills`."""
-    loop = WarmLoop(tmp_path, models / "model", seed=7)
+    loop = WarmLoop(tmp_path, models / "model", seed=7, faults=["async_scheduling"] if scheduling == "async" else [])
     with loop.running(tmp_path):
         for number in range(KILLS):
             loop.kill_once(number)

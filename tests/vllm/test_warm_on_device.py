@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 KILLS = 4
 SHARE_MIN = 0.95
-ON_DEVICE = ("on_device", "warm_up")
+ON_DEVICE = ("on_device", "warm_up", "async_scheduling")
 ORDER = list(range(PROMPTS))
 
 
@@ -69,7 +69,7 @@ def test_killed_engine_comes_back_warm(loop: WarmLoop, device: Path, tmp_path: P
 def test_as_many_blocks_are_found_as_on_the_cpu(loop: WarmLoop) -> None:
     """The last steps of an engine are reported when it has no request any more, and before the next one."""
     adopted = []
-    for faults in ((), ON_DEVICE):
+    for faults in (("async_scheduling",), ON_DEVICE):
         loop.live(ROOMY, ORDER, faults=faults)
         adopted.append(loop.live(ROOMY, ORDER, faults=faults).adopted)
     assert adopted[0] == adopted[1] > 300

@@ -23,7 +23,6 @@ import threading
 import traceback
 from collections.abc import Collection
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -31,6 +30,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker
+import vllm_stand_ins  # type: ignore[import-not-found]
 from vllm import LLM, SamplingParams
 from vllm.v1.executor import multiproc_executor
 
@@ -161,16 +161,10 @@ def on_device() -> None:
 
     found.own_device = lambda kind, current_device: device_memory.own_device("cuda", lambda: 0)
     found.current_stream = lambda _: stream().handle
-    found.tensors_of = lambda caches: {name: shown_on_device(each) for name, each in tensors_of(caches).items()}
+    found.tensors_of = lambda caches: {
+        name: vllm_stand_ins.shown_on_device(each) for name, each in tensors_of(caches).items()
+    }
     tensors.cuda_tensor = over_device_memory
-
-
-def shown_on_device(tensor: torch.Tensor) -> Any:
-    """A tensor of vLLM's, as a CUDA build would show it."""
-    return SimpleNamespace(
-        device=SimpleNamespace(type="cuda"),
-        **{name: getattr(tensor, name) for name in ("shape", "dtype", "stride", "element_size", "data_ptr")},
-    )
 
 
 def over_device_memory(array: Any) -> torch.Tensor:
@@ -193,6 +187,11 @@ def warm_up() -> None:
     vllm.v1.worker.cpu_worker.CPUWorker.compile_or_warm_up_model = overwrite
 
 
+def async_scheduling() -> None:
+    """No fault: see `vllm_stand_ins`."""
+    vllm_stand_ins.switch_on_async_scheduling()
+
+
 def no_scratch() -> None:
     """The pool's memory is where the KV cache is while vLLM warms up."""
     engine_pool._Place.map_scratch = engine_pool._Place.map_memory  # type: ignore[method-assign]
@@ -202,7 +201,7 @@ FAULTS = {
     each.__name__: each
     for each in (
         *(keep_names, no_table, keep_epoch, any_weights, new_memory, any_memory, no_scratch),
-        *(on_device, warm_up),
+        *(on_device, warm_up, async_scheduling),
     )
 }
 

@@ -44,7 +44,6 @@ OPTIONS = {
     "disable_log_stats": True,
 }
 _EXTRA = {"device_memory": "daemon", "hold_deadline_ms": 10_000}
-_ON_DAEMON = {"kv_transfer_config": CONNECTOR | {"kv_connector_extra_config": _EXTRA}}
 AT_ONCE = 4  #: as in `warm_forks`
 EVENT_TIMEOUT_S = 240
 #: Part of the engines that are killed during their start.
@@ -127,6 +126,20 @@ class Life:
     def is_up(self) -> bool:
         """Whether it was killed at work, or not at all."""
         return self.up_s > 0
+
+
+class Groups(NamedTuple):
+    """Of a model whose groups of layers have caches of their own.
+
+    Attributes:
+        name: of its weights.
+        unit: tokens of which a hit is a multiple.
+        options: of `vllm.LLM`.
+    """
+
+    name: str
+    unit: int
+    options: dict[str, Any]
 
 
 class Kill(NamedTuple):
@@ -228,6 +241,7 @@ class WarmLoop:
         ranks: processes of an engine that compute.
         seed: of all that is random.
         faults: of `warm_forks.FAULTS`, that all engines have which are killed: the comparison must see them.
+        groups: of the model; None = vLLM keeps all its layers alike.
 
     Attributes:
         expected: stock vLLM's answers, once it runs.
@@ -243,9 +257,15 @@ class WarmLoop:
         ranks: int = 1,
         seed: int = 1,
         faults: Sequence[str] = (),
+        groups: Groups | None = None,
     ) -> None:
         self._rng = random.Random(seed)
-        self._model, self._ranks, self._faults = model, ranks, faults
+        self._model, self._ranks, self._faults, self._groups = model, ranks, faults, groups
+        connector: dict[str, Any] = CONNECTOR | {"kv_connector_extra_config": _EXTRA}
+        if groups is not None:
+            extra = _EXTRA | {"weights_version": groups.name}
+            connector |= {"kv_connector": "KvcachedHybridConnector", "kv_connector_extra_config": extra}
+        self._on_daemon = {"kv_transfer_config": connector}
         shared = random_tokens(f"shared {seed}", 6)
         self._prompts = [
             [*(shared if number % 3 == 0 else []), *random_tokens(f"{seed} {number}", 14 + number % 5)]
@@ -278,7 +298,7 @@ class WarmLoop:
     def live(self, size: int, order: list[int], *, faults: Sequence[str] = (), model: Path | None = None) -> Life:
         """An engine without the host tier, that answers everything, and is no part of the outcome."""
         self._set_paused(is_paused=True)
-        return self._whole_life(self._options(size, model or self._model) | _ON_DAEMON, order, faults)
+        return self._whole_life(self._options(size, model or self._model) | self._on_daemon, order, faults)
 
     def kill_once(self, number: int, *, is_one_rank: bool = False) -> None:
         """One engine that is killed, or one rank of it at work, and what the comparison says of its answers."""
@@ -288,7 +308,7 @@ class WarmLoop:
         kill = Kill(is_at_work, after_s, self._rng.randrange(self._ranks) if is_one_rank else None)
         self._set_paused(is_paused=size == ROOMY)
         order = self._order(size)
-        options = self._options(size, self._model) | _ON_DAEMON
+        options = self._options(size, self._model) | self._on_daemon
         life = self._engines.live(self._work(options, order, self._faults), order, kill)
         self._compare(life, size, order)
         self.outcome.kills += 1
@@ -300,7 +320,7 @@ class WarmLoop:
         for size in (ROOMY, SMALL):
             self._set_paused(is_paused=size == ROOMY)
             order = self._order(size)
-            life = self._whole_life(self._options(size, self._model) | _ON_DAEMON, order, self._faults)
+            life = self._whole_life(self._options(size, self._model) | self._on_daemon, order, self._faults)
             self._compare(life, size, order)
 
     def _whole_life(self, options: dict[str, Any], order: list[int], faults: Sequence[str]) -> Life:
@@ -343,7 +363,8 @@ class WarmLoop:
         first = {answer.number: answer.cached for answer in reversed(life.answers)}
         for number in self._answered[ROOMY]:
             if number in first:
-                self.outcome.completed += (len(self._prompts[number]) - 1) // BLOCK_SIZE
+                unit = BLOCK_SIZE if self._groups is None else self._groups.unit
+                self.outcome.completed += (len(self._prompts[number]) - 1) // unit * unit // BLOCK_SIZE
                 self.outcome.found += first[number] // BLOCK_SIZE
 
     def _set_paused(self, *, is_paused: bool) -> None:
@@ -353,7 +374,7 @@ class WarmLoop:
 
     def _options(self, size: int, model: Path) -> dict[str, Any]:
         sizes = {"kv_cache_memory_bytes": size, "tensor_parallel_size": self._ranks}
-        return OPTIONS | {"model": str(model)} | sizes
+        return OPTIONS | {"model": str(model)} | sizes | ({} if self._groups is None else self._groups.options)
 
     def _work(self, options: dict[str, Any], order: list[int], faults: Sequence[str]) -> dict[str, Any]:
         return {"options": options, "prompts": [self._prompts[number] for number in order], "faults": list(faults)}

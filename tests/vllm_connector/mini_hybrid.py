@@ -220,7 +220,7 @@ class MiniHybrid:
 
     def _cached(self, live: Live, group: int, index: int) -> int | None:
         last = (index + 1) * SIZES[group] // BLOCK - 1
-        return self.pool.cached.get(live.request.block_hashes[last] + bytes([group]))
+        return self.pool.cached.get(hash_in_group(live.request.block_hashes[last], group))
 
     def _local_hit(self, live: Live) -> int:
         """The longest hit in the device pool: all blocks of full attention, and those in the window."""
@@ -279,8 +279,8 @@ class MiniHybrid:
         for group, table in enumerate(live.tables):
             for index in range(min(tokens, len(hashes) * BLOCK) // SIZES[group]):
                 if table[index] != NULL:
-                    last = (index + 1) * SIZES[group] // BLOCK - 1
-                    self.pool.remember(table[index], hashes[last] + bytes([group]))
+                    tokens = (index + 1) * SIZES[group]
+                    self.pool.remember(table[index], hash_in_group(hashes[tokens // BLOCK - 1], group), tokens)
 
     # --- workers and their output -----------------------------------------------------------------------------------
 
@@ -332,6 +332,11 @@ class MiniHybrid:
             self._free(live)
         else:
             self._remember(live, live.request.num_computed_tokens)
+
+
+def hash_in_group(block_hash: bytes, group: int) -> bytes:
+    """As vLLM's pool names a block."""
+    return block_hash + group.to_bytes(4)
 
 
 def _blocks(tokens: int) -> int:

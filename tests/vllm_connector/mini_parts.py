@@ -37,6 +37,7 @@ class Block:
     block_id: int
     users: int = 0
     block_hash: bytes | None = None
+    block_hash_num_tokens: int | None = None
 
 
 class Pool:
@@ -75,9 +76,11 @@ class Pool:
     def give_back(self, block_ids: Iterable[int]) -> None:
         self.free_blocks(self.blocks[index] for index in block_ids)
 
-    def remember(self, block_id: int, block_hash: bytes) -> None:
-        if self.has_cache and block_hash not in self.cached and self.blocks[block_id].block_hash is None:
-            self.blocks[block_id].block_hash = block_hash
+    def remember(self, block_id: int, block_hash: bytes, tokens: int) -> None:
+        """Find a full block by the hash of so many tokens."""
+        block = self.blocks[block_id]
+        if self.has_cache and block_hash not in self.cached and block.block_hash is None:
+            block.block_hash, block.block_hash_num_tokens = block_hash, tokens
             self.cached[block_hash] = block_id
 
     def forget_all(self) -> bool:

@@ -245,7 +245,7 @@ class MiniVllm:
 
     def _cache_blocks(self, live: Live, tokens: int) -> None:
         for index in range(live.cached_blocks, min(tokens // BLOCK, len(live.request.block_hashes))):
-            self.pool.remember(live.table[index], live.request.block_hashes[index])
+            self.pool.remember(live.table[index], live.request.block_hashes[index], (index + 1) * BLOCK)
             live.cached_blocks = index + 1
 
     def _local_hit(self, live: Live) -> list[int]:

@@ -66,7 +66,7 @@ class Engine:
         self.pool = WatchedPool(remains.blocks)
         self.table = EngineTable(memoryview(remains.table), remains.blocks)
         pool: Any = self.pool
-        self.device = DeviceBlocks(self.table, pool, BLOCK)
+        self.device = DeviceBlocks(self.table, pool, [BLOCK], self.pool.blocks_of)
 
     def prefill(self, request: str, name: str, blocks: int, *, local: int = 0) -> list[int]:
         """A step that fills so many blocks of a new request; these."""
@@ -78,15 +78,16 @@ class Engine:
         """A step with a new request."""
         for depth, block in enumerate(taken):
             if depth >= local:
-                self.pool.remember(block, f"{name} {depth}".encode())
-        self.device.allocated(request, taken, is_loading=False)
+                self.pool.remember(block, f"{name} {depth}".encode(), (depth + 1) * BLOCK)
+        self.pool.tables[request] = [taken]
+        self.device.allocated(request, is_loading=False)
         step: Any = FakeStep([New(request, (taken,), local * BLOCK)], Cached(), {request: len(taken) * BLOCK})
         self.number = self.device.step(step)
         return taken
 
     def end(self, request: str, blocks: list[int]) -> None:
         """A request ends."""
-        self.device.finished(request, blocks)
+        self.device.finished(request)
         self.pool.give_back(reversed(blocks))
 
     def named(self) -> list[bytes]:
@@ -153,10 +154,11 @@ def test_loaded_blocks_are_named() -> None:
     engine = Engine(Remains(20))
     taken = engine.pool.take(4)
     assert taken is not None
-    engine.device.allocated("a", taken, is_loading=True)
+    engine.pool.tables["a"] = [taken]
+    engine.device.allocated("a", is_loading=True)
     for depth, block in enumerate(taken[:3]):
-        engine.pool.remember(block, f"a {depth}".encode())
-    engine.device.allocated("a", taken, is_loading=False)
+        engine.pool.remember(block, f"a {depth}".encode(), (depth + 1) * BLOCK)
+    engine.device.allocated("a", is_loading=False)
     step: Any = FakeStep([New("a", (taken,), 3 * BLOCK)], Cached(), {"a": 1})
     number = engine.device.step(step)
     engine.device.computed(number)

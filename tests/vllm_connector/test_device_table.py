@@ -26,7 +26,7 @@ from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 from kvcached_client.vllm.settings import Settings
 from tests.vllm_connector.mini_daemon import BLOCK
 from tests.vllm_connector.rig import Cached, FakeStep, New
-from tests.vllm_connector.warm_world import WatchedPool
+from tests.vllm_connector.warm_world import WatchedPool, manager_of
 
 BLOCKS = 20
 RANK_BYTES = 1 << 16
@@ -80,9 +80,8 @@ class Engine:
             self.pool_ids.append(pool_id)
         self.pool = WatchedPool(BLOCKS)
         self.identify = KnownIdentity(lambda: Identity(keyspace * 32, "mini", ()))
-        pool: Any = self.pool
-        engine = device_table.Engine(LAYOUT, self.identify, "0.32")
-        self.table = open_table(question(claim, None), SETTINGS, self.pool_ids, pool, engine)
+        engine = device_table.Engine(LAYOUT, self.identify, "0.32", [BLOCK])
+        self.table = open_table(question(claim, None), SETTINGS, self.pool_ids, manager_of(self.pool), engine)
 
     @property
     def found(self) -> int:
@@ -94,11 +93,12 @@ class Engine:
         taken = self.pool.take(blocks)
         assert taken is not None
         for depth, block in enumerate(taken):
-            self.pool.remember(block, f"{name} {depth}".encode())
+            self.pool.remember(block, f"{name} {depth}".encode(), (depth + 1) * BLOCK)
+        self.pool.tables[name] = [taken]
         step: Any = FakeStep([New(name, (taken,), 0)], Cached(), {name: blocks * BLOCK})
         number = self.table.step(step)
         self.table.computed(dict.fromkeys(range(ranks), number))
-        self.table.finished(name, taken)
+        self.table.finished(name)
         self.pool.give_back(reversed(taken))
 
 
@@ -318,7 +318,8 @@ def test_table_of_a_new_engine_forgets_rows_of_no_identity() -> None:
     table.write(Row(3, 1, table.epoch, NO_PARENT, 0, b"hash"))
     pool: Any = WatchedPool(BLOCKS)
     identify = KnownIdentity(lambda: Identity(bytes(32), "mini", ()))
-    device = DeviceTable(table, DeviceBlocks(table, pool, BLOCK), device_table.Engine(LAYOUT, identify, ""), 1)
+    blocks = DeviceBlocks(table, pool, [BLOCK], pool.blocks_of)
+    device = DeviceTable(table, blocks, device_table.Engine(LAYOUT, identify, "", [BLOCK]), 1)
     assert device.adopt() == 0
     assert table.rows() == []
     assert identify.known is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from kvcached_client.blocks.engine_table import EngineTable, PoolHead, Row, table_bytes
@@ -65,12 +66,22 @@ class DyingTable(EngineTable):
 
 
 class WatchedPool(Pool):
-    """Blocks with call-backs before they are handed out; equal blocks may be cached twice, as in vLLM."""
+    """Blocks with call-backs before they are handed out; equal blocks may be cached twice, as in vLLM.
 
-    def __init__(self, count: int) -> None:
+    Attributes:
+        tables: numbers of the blocks of requests, a list for each group.
+    """
+
+    def __init__(self, count: int, *, is_null_free: bool = False) -> None:
         super().__init__(count, has_cache=True)
         self._watchers: dict[int, Callable[[Any], None]] = {}
-        self.free.popleft()  # block 0 stands for none
+        self.tables: dict[str, list[list[int]]] = {}
+        if not is_null_free:
+            self.free.popleft()  # block 0 stands for none
+
+    def blocks_of(self, request_id: str) -> list[list[Block]]:
+        """The blocks of a request, as `DeviceBlocks` takes them."""
+        return [[self.blocks[block] for block in table] for table in self.tables.get(request_id, [[]])]
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
         released = list(blocks)
@@ -80,11 +91,12 @@ class WatchedPool(Pool):
 
     def _insert_block_hash(self, block_hash: bytes, block: Block, num_tokens: int | None) -> None:
         assert num_tokens
-        self.remember(block.block_id, block_hash)
+        self.remember(block.block_id, block_hash, num_tokens)
 
-    def remember(self, block_id: int, block_hash: bytes) -> None:
-        assert self.blocks[block_id].block_hash is None
-        self.blocks[block_id].block_hash = block_hash
+    def remember(self, block_id: int, block_hash: bytes, tokens: int) -> None:
+        block = self.blocks[block_id]
+        assert block.block_hash in (None, block_hash)
+        block.block_hash, block.block_hash_num_tokens = block_hash, tokens
         self.cached.setdefault(block_hash, block_id)
 
     def take(self, count: int) -> list[int] | None:
@@ -105,6 +117,11 @@ class WatchedPool(Pool):
             watcher(self.blocks[block_id])
         self._watchers.clear()
         return super().forget_all()
+
+
+def manager_of(pool: WatchedPool) -> Any:
+    """VLLM's cache manager, as far as `open_table` uses it."""
+    return SimpleNamespace(block_pool=pool, get_blocks=lambda name: SimpleNamespace(blocks=pool.blocks_of(name)))
 
 
 class Remains:
@@ -159,7 +176,7 @@ class DyingVllm(MiniVllm):
 
     def _finish(self, live: Any) -> None:
         self.world.remains.note(live.request)
-        self.world.device.finished(live.name, live.table)
+        self.world.device.finished(live.name)
         super()._finish(live)
 
     def _write(self, shard: int, table: list[int], position: int, kv: str) -> None:
@@ -183,7 +200,7 @@ class TellingSide:
         return getattr(self._side, name)
 
     def allocated(self, request: FakeRequest, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        self._world.device.allocated(request.request_id, tables[0], is_loading=external_tokens > 0)
+        self._world.device.allocated(request.request_id, is_loading=external_tokens > 0)
         for block in tables[0][-(-request.num_computed_tokens // BLOCK) :] if external_tokens else ():
             self._world.remains.loading(block)
         self._side.allocated(request, tables, external_tokens)
@@ -210,11 +227,16 @@ class WarmWorld(World):
         super().__init__(seed)
         self.table = DyingTable(memoryview(remains.table), remains.blocks, self.fuse)
         pool: Any = self.pool
-        self.device = DeviceBlocks(self.table, pool, BLOCK)
+        self.device = DeviceBlocks(self.table, pool, [BLOCK], self.blocks_of)
         found = self.table.rows()
         remains.check(found)
         self.adopted = self.device.adopt()
         assert self.adopted == len(found)
+
+    def blocks_of(self, request_id: str) -> list[list[Block]]:
+        """The blocks of a request now."""
+        live = self.vllm.by_name.get(request_id)
+        return [[self.pool.blocks[block] for block in live.table]] if live is not None else [[]]
 
     def pool_of(self, rng: random.Random) -> Pool:
         return WatchedPool(self.remains.blocks)

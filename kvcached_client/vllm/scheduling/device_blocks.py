@@ -4,6 +4,9 @@ A block is named when all ranks have computed the step that filled it, as they r
 when vLLM hands it out again: vLLM calls back then (`BlockPool.unpin_blocks`), before it orders the step that may write
 it. So at any instant a named block holds what its name says, whichever processes are killed.
 
+vLLM's groups of layers share its blocks. A name has the number of its group, and each group of a request has a chain of
+blocks. In those of layers with windows, block 0 stands for blocks that nobody needs any more.
+
 vLLM's pool has a call-back for each block that is named, or will be when its step is over.
 
 Blocks belong to the epoch of the table in which their request began, and to none if the request builds on blocks of
@@ -12,15 +15,22 @@ another epoch: after a clear nothing is named that was computed before, or from 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from kvcached_client.blocks.engine_table import NO_PARENT, EngineTable, Row
 from kvcached_client.vllm.scheduling.request_state import HashedBlock, Step, WatchedPool
 
 #: The epoch of requests whose blocks are not named.
 _NO_EPOCH: Final = 0
+#: Stands for no block in vLLM's tables.
+_NULL_BLOCK: Final = 0
+#: The number of a group is the end of a name.
+_GROUP_BYTES: Final = 4
+
+#: The blocks of a request, a list for each group.
+Tables: TypeAlias = Sequence[Sequence[HashedBlock]]
 
 
 @dataclass(slots=True)
@@ -28,13 +38,11 @@ class _Request:
     """A request in vLLM's blocks.
 
     Attributes:
-        blocks: numbers of its blocks.
-        noted: how many of its leading blocks need not be looked at any more.
+        noted: how many of its leading blocks need not be looked at any more, for each group.
         epoch: of its blocks.
     """
 
-    blocks: list[int]
-    noted: int
+    noted: list[int]
     epoch: int
 
 
@@ -42,15 +50,14 @@ class _New(NamedTuple):
     """A request that begins, or begins again, in a step."""
 
     request: str
-    blocks: Sequence[int]
     computed_tokens: int  #: before the step
 
 
 class _Loading(NamedTuple):
     """A request for which blocks are loaded, until it is scheduled."""
 
-    blocks: list[int]
-    local: int  #: how many of them vLLM had
+    blocks: list[list[int]]  #: for each group
+    local: list[int]  #: how many of them vLLM had, for each group
     epoch: int  #: of the request
 
 
@@ -68,13 +75,17 @@ class DeviceBlocks:
     Args:
         table: of its engine pool, which nobody else writes.
         pool: vLLM's blocks.
-        block_size: tokens of a block.
+        block_sizes: tokens of a block, of each group.
+        tables: the blocks that a request has now, by its id; none if it has none.
     """
 
-    def __init__(self, table: EngineTable, pool: WatchedPool, block_size: int) -> None:
+    def __init__(
+        self, table: EngineTable, pool: WatchedPool, block_sizes: Sequence[int], tables: Callable[[str], Tables]
+    ) -> None:
         self._table = table
         self._pool = pool
-        self._block_size = block_size
+        self._block_sizes = block_sizes
+        self._tables = tables
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
         self._filled: dict[int, _Filled] = {}  #: by block, in the order of their steps
@@ -94,37 +105,37 @@ class DeviceBlocks:
                 self._table.clear(block)
         blocks = [self._pool.blocks[row.block] for row in in_order_of_use(rows)]
         for row in rows:
-            tokens = (row.depth + 1) * self._block_size
+            tokens = (row.depth + 1) * self._block_sizes[self._group_of(row.name)]
             self._pool._insert_block_hash(row.name, self._pool.blocks[row.block], num_tokens=tokens)  # noqa: SLF001
         self._watch(blocks)
         self._stamp = max((row.stamp for row in rows), default=0) + 1
         return len(rows)
 
-    def allocated(self, request_id: str, blocks: Sequence[int], *, is_loading: bool) -> None:
+    def allocated(self, request_id: str, *, is_loading: bool) -> None:
         """Note that a request has got blocks, and whether some are to be loaded: those without a hash.
 
         vLLM calls this again, with more blocks, when they are loaded; after a failure it may be with others.
         """
+        tables = self._tables(request_id)
         if is_loading:
-            hashes = (self._block(block).block_hash for block in blocks)
-            local = next((index for index, each in enumerate(hashes) if each is None), len(blocks))
-            self._loading[request_id] = _Loading(list(blocks), local, self._epoch_behind(blocks, local))
-        elif (loading := self._loading.get(request_id)) and loading.blocks != list(blocks[: len(loading.blocks)]):
+            local = [_known(blocks) for blocks in tables]
+            epoch = self._epoch_behind(tables, local)
+            self._loading[request_id] = _Loading([_numbers(blocks) for blocks in tables], local, epoch)
+        elif (loading := self._loading.get(request_id)) and any(
+            before != _numbers(blocks[: len(before)]) for before, blocks in zip(loading.blocks, tables, strict=True)
+        ):
             del self._loading[request_id]
 
     def step(self, step: Step) -> int:
         """Note the blocks that a step fills; returns the step's number."""
         self._number += 1
         cached = step.scheduled_cached_reqs
-        beginning = [_New(new.req_id, new.block_ids[0], new.num_computed_tokens) for new in step.scheduled_new_reqs]
-        for request_id, added, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
+        beginning = [_New(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if request_id in cached.resumed_req_ids:
-                beginning.append(_New(request_id, added[0] if added is not None else (), computed))
+                beginning.append(_New(request_id, computed))
             elif (request := self._requests.get(request_id)) is not None:
-                request.blocks += added[0] if added is not None else ()
-                self._note(request)
+                self._note(request, self._tables(request_id))
         self._begin_all(beginning)
         return self._number
 
@@ -147,15 +158,17 @@ class DeviceBlocks:
         self._is_stopped = True
         self._filled.clear()
 
-    def finished(self, request_id: str, blocks: Sequence[int]) -> None:
+    def finished(self, request_id: str) -> None:
         """Note the end of a request, before vLLM frees its blocks: they are used last of all."""
+        tables = self._tables(request_id)
+        request = self._requests.pop(request_id, None)
         if (loading := self._loading.pop(request_id, None)) is not None:
-            self._requests[request_id] = _Request(loading.blocks, loading.local, loading.epoch)
-        if (request := self._requests.pop(request_id, None)) is not None:
-            self._note(request)  # blocks that have a hash since the last step only
+            request = _Request(loading.local, loading.epoch)
+        if request is not None:
+            self._note(request, tables)  # blocks that have a hash since the last step only
             if self._computed == self._number:
                 self.computed(self._number)
-        self._use(blocks)
+        self._use(tables)
 
     def forget(self, blocks: Collection[int]) -> None:
         """Name blocks no longer: they were not loaded correctly, and are computed in place."""
@@ -176,49 +189,61 @@ class DeviceBlocks:
 
     def _begin(self, new: _New, *, is_last: bool) -> bool:
         """Note a request that begins; unless `is_last`, only if its epoch is known, which is returned."""
-        loading = self._loading.get(new.request)
-        local = new.computed_tokens // self._block_size if loading is None else loading.local
-        epoch = self._epoch_behind(new.blocks, local) if loading is None else loading.epoch
+        loading, tables = self._loading.get(new.request), self._tables(new.request)
+        local = [new.computed_tokens // size for size in self._block_sizes] if loading is None else loading.local
+        epoch = self._epoch_behind(tables, local) if loading is None else loading.epoch
         if epoch == _NO_EPOCH and not is_last:
             return False
         self._loading.pop(new.request, None)
-        request = self._requests[new.request] = _Request(list(new.blocks), local, epoch)
-        self._use(new.blocks[:local])
-        self._note(request)
+        request = self._requests[new.request] = _Request(list(local), epoch)
+        self._use([blocks[:count] for blocks, count in zip(tables, local, strict=True)])
+        self._note(request, tables)
         return True
 
-    def _epoch_behind(self, blocks: Sequence[int], count: int) -> int:
-        """The epoch of what is computed from the first `count` blocks."""
+    def _epoch_behind(self, tables: Tables, counts: Sequence[int]) -> int:
+        """The epoch of what is computed from the first blocks of each group."""
         epoch = self._table.epoch
-        if not count:
-            return epoch
-        last = blocks[count - 1]
-        filled = self._filled.get(last)
-        known = self._table.epoch_of(last) if filled is None else filled.row.epoch
-        return epoch if known == epoch else _NO_EPOCH
-
-    def _note(self, request: _Request) -> None:
-        """Note blocks that have a hash by now: they are full after this step at the latest."""
-        watched = []
-        while request.noted < len(request.blocks):
-            number, depth = request.blocks[request.noted], request.noted
-            block = self._block(number)
-            if block.block_hash is None:
-                break
-            request.noted += 1
-            if request.epoch == _NO_EPOCH or self._is_stopped:
+        for blocks, count in zip(tables, counts, strict=True):
+            last = blocks[count - 1].block_id if count else _NULL_BLOCK
+            if last == _NULL_BLOCK:
                 continue
-            parent = request.blocks[depth - 1] if depth else NO_PARENT
-            row = Row(number, self._stamp, request.epoch, parent, depth, block.block_hash)
-            self._filled.pop(number, None)
-            self._filled[number] = _Filled(self._number, row, block.block_hash)
-            watched.append(block)
-        self._watch(watched)
+            filled = self._filled.get(last)
+            known = self._table.epoch_of(last) if filled is None else filled.row.epoch
+            if known != epoch:
+                return _NO_EPOCH
+        return epoch
 
-    def _use(self, blocks: Sequence[int]) -> None:
+    def _note(self, request: _Request, tables: Tables) -> None:
+        """Note blocks that have a hash by now: they are full after this step at the latest.
+
+        vLLM gives hashes in the order of a chain, but none to blocks at which no request could continue.
+        """
+        for group, (blocks, size) in enumerate(zip(tables, self._block_sizes, strict=True)):
+            watched = []
+            for depth in range(request.noted[group], len(blocks)):
+                block = blocks[depth]
+                if block.block_id == _NULL_BLOCK:
+                    request.noted[group] += request.noted[group] == depth
+                elif block.block_hash is not None and block.block_hash_num_tokens == (depth + 1) * size:
+                    request.noted[group] = depth + 1
+                    if request.epoch != _NO_EPOCH and not self._is_stopped:
+                        self._fill(block, blocks[depth - 1].block_id if depth else _NULL_BLOCK, depth, request.epoch)
+                        watched.append(block)
+            self._watch(watched)
+
+    def _fill(self, block: HashedBlock, parent: int, depth: int, epoch: int) -> None:
+        """Note that this step fills a block."""
+        number, name = block.block_id, block.block_hash or b""
+        row = Row(number, self._stamp, epoch, NO_PARENT if parent == _NULL_BLOCK else parent, depth, name)
+        self._filled.pop(number, None)
+        self._filled[number] = _Filled(self._number, row, name)
+
+    def _use(self, tables: Tables) -> None:
         self._stamp += 1
-        if blocks:
-            self._table.stamp(blocks, self._stamp)
+        for blocks in tables:
+            numbers = [number for number in _numbers(blocks) if number != _NULL_BLOCK]
+            if numbers:
+                self._table.stamp(numbers, self._stamp)
 
     def _watch(self, blocks: Sequence[HashedBlock]) -> None:
         """Have vLLM call back when it hands out one of these blocks."""
@@ -232,6 +257,20 @@ class DeviceBlocks:
 
     def _block(self, number: int) -> HashedBlock:
         return self._pool.blocks[number]
+
+    def _group_of(self, name: bytes) -> int:
+        """Which group the block of a name is of."""
+        return int.from_bytes(name[-_GROUP_BYTES:]) if len(self._block_sizes) > 1 else 0
+
+
+def _numbers(blocks: Sequence[HashedBlock]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def _known(blocks: Sequence[HashedBlock]) -> int:
+    """How many leading blocks vLLM has got, or needs no more."""
+    unknown = (index for index, each in enumerate(blocks) if each.block_hash is None and each.block_id != _NULL_BLOCK)
+    return next(unknown, len(blocks))
 
 
 def in_order_of_use(rows: Sequence[Row]) -> list[Row]:

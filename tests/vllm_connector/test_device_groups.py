@@ -1,0 +1,140 @@
+"""The table of a vLLM whose groups of layers share its blocks: what it names holds what it says."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvcached_client.blocks.engine_table import EngineTable
+from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
+from tests.vllm_connector.mini_daemon import BLOCK
+from tests.vllm_connector.mini_hybrid import hash_in_group
+from tests.vllm_connector.mini_states import FULL, NULL, SIZES, WINDOWED
+from tests.vllm_connector.rig import Cached, FakeStep, New
+from tests.vllm_connector.warm_groups import GroupRemains, WarmGroupsWorld
+from tests.vllm_connector.warm_world import WatchedPool
+
+LIVES = 6
+
+
+def lives(seed: int) -> Counter[str]:
+    """Engines on the same memory, one after the other, each of which is killed; the last one answers everything."""
+    seen: Counter[str] = Counter()
+    remains = GroupRemains(random.Random(seed).choice([41, 61, 121]))
+    for life in range(LIVES):
+        world = WarmGroupsWorld(seed * 1000 + life, remains)
+        world.live_and_die()
+        seen += world.seen
+        seen["adopted"] += world.adopted
+    world = WarmGroupsWorld(seed * 1000 + LIVES, remains)
+    for _ in range(100):
+        world.rng.choice([world.engine, world.arrive, world.link_turn, world.worker_turn])()
+    world.drain()
+    seen["adopted"] += world.adopted
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_engine_is_killed_at_any_instant(seed: int) -> None:
+    """Adopted blocks of both groups hold what they are found by; answers are as computed without a cache."""
+    lives(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engine_is_killed_at_any_instant_often() -> None:
+    """The same, from 60 other seeds; blocks were adopted, and engines killed in the middle of things."""
+    seen = sum((lives(seed) for seed in range(1000, 1060)), Counter[str]())
+    assert min(seen["adopted"], seen["killed inside"]) > 150, seen
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_all_that_was_computed_is_named(seed: int) -> None:
+    """Without a clear, the table names each block that vLLM finds; those of living requests at their next step."""
+    world = WarmGroupsWorld(seed, GroupRemains(160))
+    things = [world.engine, world.link_turn, world.worker_turn, world.arrive, world.abort]
+    for _ in range(250):
+        world.rng.choices(things, [60, 30, 30, 10, 1])[0]()
+        named = {row.block for row in world.table.rows()}
+        assert named <= world.cached() <= named | world.held()
+
+
+class Engine:
+    """A keeper of a table, driven by hand."""
+
+    def __init__(self, remains: GroupRemains) -> None:
+        self.pool = WatchedPool(remains.blocks)
+        self.table = EngineTable(memoryview(remains.table), remains.blocks)
+        pool: Any = self.pool
+        self.device = DeviceBlocks(self.table, pool, SIZES, self.pool.blocks_of)
+
+    def step(self, request: str, computed_tokens: int) -> None:
+        """A step in which a request begins, which ends at once."""
+        step: Any = FakeStep([New(request, ([], []), computed_tokens)], Cached(), {request: 1})
+        self.device.allocated(request, is_loading=False)
+        self.device.computed(self.device.step(step))
+
+    def hash(self, block: int, name: str, group: int, tokens: int) -> None:
+        self.pool.remember(block, hash_in_group(f"{name} {tokens}".encode(), group), tokens)
+
+    def named(self) -> list[int]:
+        return [row.block for row in self.table.rows()]
+
+
+def test_blocks_without_a_hash_are_passed_over() -> None:
+    """VLLM names no block at which no request could continue; those behind it are found again all the same."""
+    engine = Engine(GroupRemains(20))
+    engine.pool.tables["a"] = [[1, 2, 3, 4, 5, 6], [NULL, 7, 8]]
+    for depth in range(6):
+        engine.hash(1 + depth, "a", FULL, (depth + 1) * BLOCK)
+    engine.hash(8, "a", WINDOWED, 3 * SIZES[WINDOWED])
+    engine.step("a", 0)
+    assert engine.named() == [1, 2, 3, 4, 5, 6, 8]
+
+    later = Engine(GroupRemains(20))
+    later.table._memory[:] = engine.table._memory
+    assert later.device.adopt() == 7
+    assert later.pool.blocks[8].block_hash_num_tokens == 3 * SIZES[WINDOWED]
+    assert later.pool.blocks[6].block_hash_num_tokens == 6 * BLOCK
+
+
+def test_part_of_a_block_is_not_named() -> None:
+    """VLLM may find a block by fewer tokens than it has room for, while it fills; it is named once it is full."""
+    engine = Engine(GroupRemains(20))
+    engine.pool.tables["a"] = [[1, 2], [7]]
+    engine.hash(1, "a", FULL, BLOCK)
+    engine.hash(7, "a", WINDOWED, BLOCK)
+    engine.step("a", 0)
+    assert engine.named() == [1]
+    engine.pool.blocks[7].block_hash = None
+    engine.hash(7, "a", WINDOWED, SIZES[WINDOWED])
+    cached = Cached(req_ids=["a"], new_block_ids=[None], num_computed_tokens=[2 * BLOCK])
+    step: Any = FakeStep([], cached, {"a": 1})
+    engine.device.computed(engine.device.step(step))
+    assert engine.named() == [1, 7]
+
+
+@pytest.mark.parametrize("group", [FULL, WINDOWED])
+def test_nothing_is_named_that_builds_on_a_group_of_before_a_clear(group: int) -> None:
+    """One group's last block of an earlier epoch is enough, whatever the other's is of."""
+    engine = Engine(GroupRemains(20))
+    engine.pool.tables["a"] = [[1, 2], [3]]
+    engine.hash(2, "a", FULL, 2 * BLOCK)
+    engine.hash(3, "a", WINDOWED, SIZES[WINDOWED])
+    engine.step("a", 0)
+    engine.table.new_epoch()
+    (fresh,) = ({FULL: 3, WINDOWED: 2}[group],)
+    row = next(row for row in engine_rows(engine) if row.block == fresh)
+    engine.table.write(row._replace(epoch=engine.table.epoch))
+    engine.pool.tables["b"] = [[1, 2, 4, 5], [3, 6]]
+    engine.hash(5, "b", FULL, 4 * BLOCK)
+    engine.step("b", 2 * BLOCK)
+    assert engine.named() == [fresh]
+
+
+def engine_rows(engine: Engine) -> list[Any]:
+    """All rows, of whatever epoch."""
+    return [row for block in range(engine.table.blocks) if (row := engine.table._row(block)) is not None and row.name]
