@@ -86,8 +86,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        longest = vllm_config.model_config.max_model_len
-        keeps_all = len(specs) == 1 and keeps_all_blocks(specs[0], longest)
+        keeps_all = len(specs) == 1 and keeps_all_blocks(specs[0], vllm_config.model_config.max_model_len)
         self._is_grouped = self._takes_groups and not keeps_all
         check_config(
             vllm_config,
@@ -102,6 +101,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             check_device_memory(vllm_config, has_states=any(map(has_states, specs)))
         self._link = DaemonThread(prefetch=self._settings.prefetch)
         self._ending = threading.Event()
+        self._is_described = False
         self._scheduler: SchedulerSide | None = None
         self._told: dict[str, float] = {}
         self._pages: EnginePages | None = None
@@ -179,8 +179,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if pages is None:
             return None
         page_bytes = tuple(layer.page_bytes for layer in pages.layers)
-        addresses = [layer.address for layer in pages.layers]
-        pool_id = b"" if self._memory is None else self._memory.pool_id(addresses)
+        pool_id = b"" if self._memory is None else self._memory.pool_id([layer.address for layer in pages.layers])
         canonical = canonical_of(pages, self._vllm_config, self._kv_cache_config)
         return KvcachedPages(pages.blocks, pages.block_bytes, page_bytes, pages.fingerprint, pool_id, canonical)
 
@@ -254,12 +253,14 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return Chains(self._vllm_config.cache_config.block_size)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KvcachedPages]) -> None:
-        """Accept the workers' pages, by rank, and connect to the daemon.
+        """Accept the workers' pages, by rank, and connect to the daemon. vLLM 0.33 repeats them when it has woken up.
 
         Raises:
             ValueError: the blocks of the workers differ.
         """
-        layout = common_layout(metadata, self._vllm_config)
+        if self._is_described:
+            return
+        layout, self._is_described = common_layout(metadata, self._vllm_config), True
         description = EngineDescription(
             self._vllm_config,
             self._kv_cache_config,

@@ -64,12 +64,14 @@ def test_daemon_keeps_over_sleep_what_vllm_forgets(
     tokens = prompt(BLOCKS)
     expected = reference.complete(tokens)
     assert_same(sleeper.complete(tokens), expected)
+    sessions = sleeper.log().count("opened session")
     for _ in range(3):
         sleep(sleeper, level)
         wake_up(sleeper)
         hits = sleeper.metric(HITS)
         assert_same(sleeper.complete(tokens), reference.complete(tokens))
         assert sleeper.metric(HITS) - hits == (BLOCKS - 1) * BLOCK_SIZE
+    assert sleeper.log().count("opened session") == sessions
 
 
 @pytest.mark.parametrize("mode", ["wait", "keep"])
