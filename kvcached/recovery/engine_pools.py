@@ -170,7 +170,8 @@ class EnginePools:
         request, rank = _owned(request, user), request.rank or 0
         for pool in self._pools:
             is_meant = pool.head.pool_id == request.pool and _fits(pool, request) and rank < pool.head.ranks
-            if is_meant and pool.head.devices[rank] == request.device:
+            is_claimed = pool.claim in {"", request.claim}  # an earlier daemon was asked, or this one
+            if is_meant and is_claimed and pool.head.devices[rank] == request.device:
                 return pool
         raise request_error(
             ErrorCode.BAD_VALUE,

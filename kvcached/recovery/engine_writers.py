@@ -80,18 +80,18 @@ class EngineWriters:
         """A process is given a rank's memory to copy for the engine's process that has it. Else as `admit`.
 
         Raises:
-            RequestError: that one is dead, or there is another one that copies, or no place for one.
+            RequestError: that one is dead, or there is another one that copies; or the engine has too many ranks.
         """
-        place, fault = _place_of_copies(pool, rank), ""
-        if place >= RANKS_MAX:
-            fault = f"an engine of {pool.head.ranks} ranks has too many for processes that copy for them"
+        place, code, fault = _place_of_copies(pool, rank), ErrorCode.LIMIT, ""
+        if 2 * pool.head.ranks > RANKS_MAX:
+            code, fault = ErrorCode.BAD_VALUE, f"no processes can copy for an engine of {pool.head.ranks} ranks"
         elif not self._lives(pool, rank):
             fault = f"no living process has the memory of rank {rank}"
         elif self._lives(pool, place):
             fault = f"another living process copies for rank {rank}"
         if fault:
             process.close()
-            raise request_error(ErrorCode.LIMIT, fault, "let the engine's own process copy")
+            raise request_error(code, fault, "let the engine's own process copy")
         self._put(pool, place, process)
 
     def has(self, pool: EnginePool) -> bool:

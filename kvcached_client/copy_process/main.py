@@ -36,7 +36,7 @@ from kvcached_client.copy_process.messages import (
     decode_join,
     decode_order,
 )
-from kvcached_client.errors import DeviceError, KvcachedError, RequestError
+from kvcached_client.errors import BadRequest, DaemonUnreachable, DeviceError, KvcachedError, RequestError
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.transport.attach import SessionGrant, claim_pool
 
@@ -185,13 +185,15 @@ def claimed(claim: PoolClaim, deadline_ms: int) -> int:
     """The descriptor of memory that the daemon keeps for the engine.
 
     Raises:
-        DaemonUnreachable, DeadlineExceeded: another try may do better.
-        DeviceError: the daemon refuses, as an older one does.
+        KvcachedError: another try may do better.
+        DeviceError: the daemon does not give this memory, nor does one that knows of no such processes.
     """
     try:
         found = claim_pool(claim.run_dir, claim.question, deadline_ms=deadline_ms)
-    except RequestError as error:
+    except BadRequest as error:
         raise DeviceError(f"the daemon lets no process copy for the engine: {error}") from error
+    except RequestError as error:
+        raise DaemonUnreachable(f"the daemon lets no process copy for the engine now: {error}") from error
     os.close(found.table)
     if found.memory is None or found.claimed.pool != claim.question.pool:
         raise DeviceError("the daemon has given other memory than the engine's")

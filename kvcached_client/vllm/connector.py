@@ -130,8 +130,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._settings.device_memory != "daemon":
             return None
         kind, rank = self._vllm_config.device_config.device_type, get_tensor_model_parallel_rank()
-        device = own_device(kind, current_device)
-        question = pool_question(self._vllm_config, self._kv_cache_config, rank, device)
+        question = pool_question(self._vllm_config, self._kv_cache_config, rank, own_device(kind, current_device))
         self._memory = RankMemory(question, self._settings)
         return OtherMemory(self._memory.allocate, kind)
 
@@ -144,8 +143,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             DeviceError: this process cannot call the CUDA driver.
         """
         pages = EnginePages.of_tensors(tensors_of(kv_caches))
-        expected = self._kv_cache_config.num_blocks
-        if pages.blocks != expected:
+        if pages.blocks != (expected := self._kv_cache_config.num_blocks):
             raise ValueError(
                 f"the KV tensors have {pages.blocks} blocks where vLLM counts {expected}: its attention kernels split "
                 "blocks; choose a --block-size that they take whole"
@@ -361,6 +359,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None:
             return None
         self._scheduler.step_over()
+        if self._device is not None:
+            self._device.step_over()
         skipped, late = self._scheduler.take_skipped(), self._scheduler.take_late()
         wishes = self._scheduler.take_wishes()
         state = scheduler_state(

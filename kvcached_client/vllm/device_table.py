@@ -110,6 +110,10 @@ class DeviceTable:
         elif len(self._computed) == self._ranks:
             self._blocks.computed(min(self._computed.values()))
 
+    def step_over(self) -> None:
+        """See `DeviceBlocks.step_over`."""
+        self._blocks.step_over()
+
     @property
     def is_waiting(self) -> bool:
         """Whether blocks are named once further steps have been reported."""

@@ -17,8 +17,10 @@ from kvcached_client.vllm.scheduling.request_state import (
     BlockState,
     CachedRequests,
     CacheManager,
+    HashedBlock,
     NewRequest,
     Request,
+    RequestBlocks,
     Step,
 )
 
@@ -37,6 +39,8 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = {
     "vllm.v1.request:Request": _names(Request) | {"all_token_ids", "lora_request", "session_id"},
     "vllm.v1.core.block_pool:BlockPool": _names(BlockPool) | {"hash_block_size", "unpin_blocks", "_insert_block_hash"},
     "vllm.v1.core.kv_cache_manager:KVCacheManager": _names(CacheManager),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": _names(RequestBlocks),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": _names(HashedBlock),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": frozenset({"request_finished_all_groups"}),
     _BASE: frozenset({"bind_kv_cache_manager", "get_transfer_results"}),
     "vllm.v1.core.sched.output:SchedulerOutput": _names(Step),

@@ -337,7 +337,7 @@ def copies(
     pools: EnginePools, pool: bytes, process: Process, rank: int = 0, *, ranks: int = 1, device: int | None = None
 ) -> Claimed:
     """The memory for a process that copies."""
-    wanted = msgspec.structs.replace(question("whatever", rank, ranks=ranks, device=device), pool=pool)
+    wanted = msgspec.structs.replace(question("first", rank, ranks=ranks, device=device), pool=pool)
     return claim(pools, wanted, process)
 
 
@@ -377,7 +377,7 @@ def test_nobody_copies_for_an_engine_that_has_not_the_memory(pools: EnginePools)
     wanted = msgspec.structs.replace(question("first", 0, ranks=2), pool=first.pool)
     wrong = (
         {"pool": bytes(16)}, {"name": "other"}, {"blocks": BLOCKS - 1}, {"rank": 1, "device": DEVICES[1]},
-        {"device": DEVICES[1]}, {"ranks": 1},
+        {"device": DEVICES[1]}, {"ranks": 1}, {"claim": "second"},
     )  # fmt: skip
     for change in wrong:
         asking = Process(os.getppid())
@@ -395,14 +395,15 @@ def test_nobody_copies_for_an_engine_that_has_not_the_memory(pools: EnginePools)
 
 def test_engine_of_many_ranks_has_no_processes_that_copy(pools: EnginePools) -> None:
     """The table has places for 32 ranks with such a process each."""
-    for ranks in (32, 33):
-        last = ranks - 1
-        first, _ = claim(pools, question(f"start {ranks}", last, ranks=ranks, device=0))
-        asked = functools.partial(copies, pools, first.pool, Process(os.getppid()), last, ranks=ranks, device=0)
+    for ranks, rank in ((32, 31), (33, 0)):
+        first, _ = claim(pools, question("first", rank, ranks=ranks, device=0))
+        asked = functools.partial(copies, pools, first.pool, Process(os.getppid()), rank, ranks=ranks, device=0)
         if ranks == 32:
             assert asked()[0] == first
+            pools._pools[0].claim = "another"
         else:
-            assert "33 ranks has too many" in refusal(asked).message
+            found = refusal(asked)
+            assert (found.code, "33 ranks" in found.message) == (ErrorCode.BAD_VALUE, True)
 
 
 def test_next_daemon_waits_for_the_death_of_the_process_that_copies(

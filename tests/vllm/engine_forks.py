@@ -71,6 +71,7 @@ def run(work: dict[str, Any], writer: int) -> int:
         if work["is_async"]:
             vllm_stand_ins.switch_on_async_scheduling()
         engine = LLM(**work["options"])
+        assert (engine.llm_engine.engine_core.engine_core.batch_queue is not None) == work["is_async"]
         if "kv_transfer_config" in work["options"]:
             wait_for_daemon(engine)
         answers = [turn(engine, prompts) for prompts in work["turns"]]

@@ -19,6 +19,10 @@ _OTHER_ORDER = _ORDER[::-1]
 _SIZE_STEP = 1 << 20
 
 
+#: As vLLM does on GPUs.
+_ALWAYS = ("async_scheduling",)
+
+
 @dataclass(frozen=True)
 class Trial:
     """What the engines of a trial have done.
@@ -83,17 +87,17 @@ class Controls:
 
     def _stale_epoch(self, *faults: str) -> Trial:
         self._fill()
-        behind = self._loop.live(self._size, _OTHER_ORDER, faults=["no_table", *faults])
+        behind = self._loop.live(self._size, _OTHER_ORDER, faults=[*_ALWAYS, "no_table", *faults])
         return self._trial([behind, self._live()])
 
     def _other_weights(self, expected: dict[int, list[int]], *faults: str) -> Trial:
         self._fill()
-        life = self._loop.live(self._size, _ORDER, faults=faults, model=self._others)
+        life = self._loop.live(self._size, _ORDER, faults=[*_ALWAYS, *faults], model=self._others)
         return self._trial([life], expected)
 
     def _lost_rank(self, *faults: str) -> Trial:
         self._fill()
-        elsewhere = self._loop.live(self._size, _OTHER_ORDER, faults=["new_memory", *faults])
+        elsewhere = self._loop.live(self._size, _OTHER_ORDER, faults=[*_ALWAYS, "new_memory", *faults])
         return self._trial([elsewhere, self._live()])
 
     def _fill(self) -> None:
@@ -104,7 +108,7 @@ class Controls:
         assert not life.wrong(self._loop.expected)
 
     def _live(self) -> Life:
-        return self._loop.live(self._size, _ORDER)
+        return self._loop.live(self._size, _ORDER, faults=_ALWAYS)
 
     def _trial(self, lives: Sequence[Life], expected: dict[int, list[int]] | None = None) -> Trial:
         wrong = sum(life.wrong(expected or self._loop.expected) for life in lives)

@@ -103,6 +103,8 @@ def run(work: dict[str, Any], writer: int) -> int:
         for name in work["faults"]:
             FAULTS[name]()
         engine = LLM(**work["options"])
+        core = engine.llm_engine.engine_core.engine_core
+        assert (core.batch_queue is not None) == ("async_scheduling" in work["faults"])
         with os.fdopen(writer, "w") as told:
             serve(engine, work["prompts"], told, is_endless=work["endless"])
     except BaseException:  # noqa: BLE001 - the fork must not go on as its parent

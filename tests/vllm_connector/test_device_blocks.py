@@ -167,6 +167,26 @@ def test_loaded_blocks_are_named() -> None:
     assert sorted(engine.named()) == [b"a 0", b"a 2"]
 
 
+def test_block_whose_hash_comes_with_the_output_is_named() -> None:
+    """VLLM that schedules ahead knows a block's last token late, and may take the block from its request at once."""
+    engine = Engine(Remains(20))
+    blocks = engine.prefill("a", "a", 1)
+    blocks += engine.pool.take(1) or ()
+    cached = Cached(req_ids=["a"], new_block_ids=[None], num_computed_tokens=[2 * BLOCK - 1])
+    step: Any = FakeStep([], cached, {"a": 1})
+    engine.device.computed(engine.device.step(step))
+    engine.pool.remember(blocks[1], b"a 1", 2 * BLOCK)
+    engine.device.step_over()
+    engine.pool.tables["a"] = [[]]
+    engine.pool.give_back(reversed(blocks))
+    engine.device.computed(engine.device._number)
+    assert sorted(engine.named()) == [b"a 0", b"a 1"]
+    engine.pool.touch([engine.pool.blocks[block] for block in blocks])
+    engine.scheduled("a", "a", [*blocks, *(engine.pool.take(1) or ())], local=2)
+    engine.device.computed(engine.number)
+    assert sorted(engine.named()) == [b"a 0", b"a 1", b"a 2"]
+
+
 def test_adopted_blocks_are_reused_in_the_order_of_their_use() -> None:
     """Unnamed blocks first, then the prompt that was used longest ago, each from its end on."""
     remains = Remains(12)

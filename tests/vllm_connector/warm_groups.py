@@ -84,6 +84,10 @@ class TellingSide:
         self._world.device.allocated(request.request_id, is_loading=external_tokens > 0)
         self._side.allocated(request, tables, external_tokens)
 
+    def step_over(self) -> None:
+        self._world.device.step_over()
+        self._side.step_over()
+
     def step(self, step: FakeStep) -> StepOrders:
         for live in self._world.vllm.by_name.values():
             self._world.remains.note(live.request)

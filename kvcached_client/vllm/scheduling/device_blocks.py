@@ -40,10 +40,12 @@ class _Request:
     Attributes:
         noted: how many of its leading blocks need not be looked at any more, for each group.
         epoch: of its blocks.
+        tokens: that are computed after its last step.
     """
 
     noted: list[int]
     epoch: int
+    tokens: int
 
 
 class _New(NamedTuple):
@@ -51,6 +53,7 @@ class _New(NamedTuple):
 
     request: str
     computed_tokens: int  #: before the step
+    tokens: int  #: after it
 
 
 class _Loading(NamedTuple):
@@ -88,6 +91,7 @@ class DeviceBlocks:
         self._tables = tables
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
+        self._behind: dict[str, _Request] = {}  #: requests that have a full block, of which the hash is to come
         self._filled: dict[int, _Filled] = {}  #: by block, in the order of their steps
         self._number = self._computed = 0  #: the last step, and the last one that all ranks have computed
         self._is_stopped = False
@@ -130,14 +134,25 @@ class DeviceBlocks:
         """Note the blocks that a step fills; returns the step's number."""
         self._number += 1
         cached = step.scheduled_cached_reqs
-        beginning = [_New(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+        beginning = [
+            _New(new.req_id, new.num_computed_tokens, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
+            for new in step.scheduled_new_reqs
+        ]
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            tokens = computed + step.num_scheduled_tokens[request_id]
             if request_id in cached.resumed_req_ids:
-                beginning.append(_New(request_id, computed))
+                beginning.append(_New(request_id, computed, tokens))
             elif (request := self._requests.get(request_id)) is not None:
-                self._note(request, self._tables(request_id))
+                request.tokens = tokens
+                if self._is_behind(request):
+                    self._look(request_id, request)
         self._begin_all(beginning)
         return self._number
+
+    def step_over(self) -> None:
+        """Note blocks that got their hash with a step's output: the next decision may take them from their request."""
+        for request_id, request in list(self._behind.items()):
+            self._look(request_id, request)
 
     def computed(self, number: int) -> None:
         """Name the blocks of all steps up to one that all ranks have computed."""
@@ -162,8 +177,9 @@ class DeviceBlocks:
         """Note the end of a request, before vLLM frees its blocks: they are used last of all."""
         tables = self._tables(request_id)
         request = self._requests.pop(request_id, None)
+        self._behind.pop(request_id, None)
         if (loading := self._loading.pop(request_id, None)) is not None:
-            request = _Request(loading.local, loading.epoch)
+            request = _Request(loading.local, loading.epoch, 0)
         if request is not None:
             self._note(request, tables)  # blocks that have a hash since the last step only
             if self._computed == self._number:
@@ -195,10 +211,21 @@ class DeviceBlocks:
         if epoch == _NO_EPOCH and not is_last:
             return False
         self._loading.pop(new.request, None)
-        request = self._requests[new.request] = _Request(list(local), epoch)
+        request = self._requests[new.request] = _Request(list(local), epoch, new.tokens)
         self._use([blocks[:count] for blocks, count in zip(tables, local, strict=True)])
-        self._note(request, tables)
+        self._look(new.request, request)
         return True
+
+    def _is_behind(self, request: _Request) -> bool:
+        return any(noted < request.tokens // size for noted, size in zip(request.noted, self._block_sizes, strict=True))
+
+    def _look(self, request_id: str, request: _Request) -> None:
+        """Note what there is to note of a request now, and whether more is to come without another step."""
+        self._note(request, self._tables(request_id))
+        if self._is_behind(request):
+            self._behind[request_id] = request
+        else:
+            self._behind.pop(request_id, None)
 
     def _epoch_behind(self, tables: Tables, counts: Sequence[int]) -> int:
         """The epoch of what is computed from the first blocks of each group."""
