@@ -41,11 +41,13 @@ class _Request:
         noted: how many of its leading blocks need not be looked at any more, for each group.
         epoch: of its blocks.
         tokens: that are computed after its last step.
+        due: with how many tokens one of its groups has a full block that is not noted.
     """
 
     noted: list[int]
     epoch: int
     tokens: int
+    due: int = 0
 
 
 class _New(NamedTuple):
@@ -144,7 +146,7 @@ class DeviceBlocks:
                 beginning.append(_New(request_id, computed, tokens))
             elif (request := self._requests.get(request_id)) is not None:
                 request.tokens = tokens
-                if self._is_behind(request):
+                if tokens >= request.due:
                     self._look(request_id, request)
         self._begin_all(beginning)
         return self._number
@@ -216,13 +218,11 @@ class DeviceBlocks:
         self._look(new.request, request)
         return True
 
-    def _is_behind(self, request: _Request) -> bool:
-        return any(noted < request.tokens // size for noted, size in zip(request.noted, self._block_sizes, strict=True))
-
     def _look(self, request_id: str, request: _Request) -> None:
         """Note what there is to note of a request now, and whether more is to come without another step."""
         self._note(request, self._tables(request_id))
-        if self._is_behind(request):
+        request.due = min((noted + 1) * size for noted, size in zip(request.noted, self._block_sizes, strict=True))
+        if request.tokens >= request.due:
             self._behind[request_id] = request
         else:
             self._behind.pop(request_id, None)
