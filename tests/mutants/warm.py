@@ -34,7 +34,7 @@ def device_block_named_a_step_early(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, DeviceBlocks.computed, ".number <= number", ".number <= number + 1")
 
 
-@caught_by(_KILLED)
+@caught_by(f"{_MODEL}::test_block_that_is_handed_out_is_not_named")
 def device_block_named_though_given_away(patch: pytest.MonkeyPatch) -> None:
     """A block that is handed out while its step is under way is named when that is over."""
     rewrite(patch, DeviceBlocks._handed_out, "self._filled.pop(block.block_id, None)", "pass")
