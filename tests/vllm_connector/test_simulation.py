@@ -31,6 +31,10 @@ class SteppedThread(DaemonThread):
         super().__init__(prefetch="timeout", clock=lambda: world.now)
         self._world = world
 
+    def __del__(self) -> None:
+        """A test makes some hundred of them, and does not close them."""
+        self.close()
+
     def turn(self) -> None:
         """One turn of the thread's loop."""
         if self._client is not None:
