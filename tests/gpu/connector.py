@@ -224,7 +224,7 @@ def _in_daemon_memory(
 
 def blocks_of_late_kernels(run_dir: Path, device: str, copies: str, shape: str) -> Report:
     """What one worker stores another one loads, over blocks that are written until late."""
-    wrong = bad = by_thread = 0
+    wrong = bad = 0
     first_store_ms: float | None = None
     free_bytes = _free_bytes(device)
     with ExitStack() as parts:

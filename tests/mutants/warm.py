@@ -41,7 +41,7 @@ def device_block_named_though_given_away(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         DeviceBlocks.computed,
-        "if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.name:",
+        "if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.row.name:",
         "if first.row.epoch == epoch:",
     )
 
@@ -58,7 +58,7 @@ def device_block_of_the_epoch_of_its_end(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         DeviceBlocks.computed,
-        "if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.name:",
+        "if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.row.name:",
         "if first := first._replace(row=first.row._replace(epoch=epoch)):",
     )
 

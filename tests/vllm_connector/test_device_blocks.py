@@ -12,39 +12,24 @@ from kvcached_client.blocks.engine_table import NO_PARENT, EngineTable, Row
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks, in_order_of_use
 from tests.vllm_connector.mini_daemon import BLOCK
 from tests.vllm_connector.rig import Cached, FakeStep, New
-from tests.vllm_connector.warm_world import Remains, WarmWorld, WatchedPool
-
-LIVES = 6
+from tests.vllm_connector.warm_world import Remains, WarmWorld, WatchedPool, lives
 
 
-def lives(seed: int) -> Counter[str]:
-    """Engines on the same memory, one after the other, each of which is killed; the last one answers everything."""
-    seen: Counter[str] = Counter()
-    remains = Remains(random.Random(seed).choice([17, 29, 61]))
-    for life in range(LIVES):
-        world = WarmWorld(seed * 1000 + life, remains)
-        world.live_and_die()
-        seen += world.seen
-        seen["adopted"] += world.adopted
-    world = WarmWorld(seed * 1000 + LIVES, remains)
-    for _ in range(100):
-        world.rng.choice([world.engine, world.arrive, world.link_turn, world.worker_turn])()
-    world.drain()
-    seen["adopted"] += world.adopted
-    return seen
+def lived(seed: int) -> Counter[str]:
+    return lives(seed, WarmWorld, Remains(random.Random(seed).choice([17, 29, 61])))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_engine_is_killed_at_any_instant(seed: int) -> None:
     """Adopted blocks hold what they are found by, from this epoch; answers are as computed without a cache."""
-    lives(seed)
+    lived(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_engine_is_killed_at_any_instant_often() -> None:
     """The same, from 75 other seeds; blocks were adopted, and engines killed in the middle of things."""
-    seen = sum((lives(seed) for seed in range(1000, 1075)), Counter[str]())
+    seen = sum((lived(seed) for seed in range(1000, 1075)), Counter[str]())
     assert min(seen["adopted"], seen["killed inside"]) > 200, seen
 
 

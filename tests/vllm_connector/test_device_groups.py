@@ -15,39 +15,24 @@ from tests.vllm_connector.mini_hybrid import hash_in_group
 from tests.vllm_connector.mini_states import FULL, NULL, SIZES, WINDOWED
 from tests.vllm_connector.rig import Cached, FakeStep, New
 from tests.vllm_connector.warm_groups import GroupRemains, WarmGroupsWorld
-from tests.vllm_connector.warm_world import WatchedPool
-
-LIVES = 6
+from tests.vllm_connector.warm_world import WatchedPool, lives
 
 
-def lives(seed: int) -> Counter[str]:
-    """Engines on the same memory, one after the other, each of which is killed; the last one answers everything."""
-    seen: Counter[str] = Counter()
-    remains = GroupRemains(random.Random(seed).choice([41, 61, 121]))
-    for life in range(LIVES):
-        world = WarmGroupsWorld(seed * 1000 + life, remains)
-        world.live_and_die()
-        seen += world.seen
-        seen["adopted"] += world.adopted
-    world = WarmGroupsWorld(seed * 1000 + LIVES, remains)
-    for _ in range(100):
-        world.rng.choice([world.engine, world.arrive, world.link_turn, world.worker_turn])()
-    world.drain()
-    seen["adopted"] += world.adopted
-    return seen
+def lived(seed: int) -> Counter[str]:
+    return lives(seed, WarmGroupsWorld, GroupRemains(random.Random(seed).choice([41, 61, 121])))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_engine_is_killed_at_any_instant(seed: int) -> None:
     """Adopted blocks of both groups hold what they are found by; answers are as computed without a cache."""
-    lives(seed)
+    lived(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_engine_is_killed_at_any_instant_often() -> None:
     """The same, from 60 other seeds; blocks were adopted, and engines killed in the middle of things."""
-    seen = sum((lives(seed) for seed in range(1000, 1060)), Counter[str]())
+    seen = sum((lived(seed) for seed in range(1000, 1060)), Counter[str]())
     assert min(seen["adopted"], seen["killed inside"]) > 150, seen
 
 

@@ -7,6 +7,7 @@ knows what each block must hold, and in which epoch of the table each byte was c
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tests.vllm_connector.rig import FakeRequest, FakeStep, hashes_of
 from tests.vllm_connector.test_simulation import World
 
 STEPS_MAX = 300
+LIVES = 6
 
 
 class Killed(Exception):
@@ -174,11 +176,6 @@ class DyingVllm(MiniVllm):
         super().schedule()
         self.world.numbers.append(self.world.last_number)
 
-    def _finish(self, live: Any) -> None:
-        self.world.remains.note(live.request)
-        self.world.device.finished(live.name)
-        super()._finish(live)
-
     def _write(self, shard: int, table: list[int], position: int, kv: str) -> None:
         self.world.fuse.burn()
         born = self.world.remains.born[shard]
@@ -215,6 +212,11 @@ class TellingSide:
         self._world.last_number = self._world.device.step(step)
         return self._side.step(step)
 
+    def finished(self, request: FakeRequest, blocks: Sequence[int]) -> Any:
+        self._world.remains.note(request)
+        self._world.device.finished(request.request_id)
+        return self._side.finished(request, blocks)
+
     def loaded(self, requests: set[str], failed: Sequence[str], bad: set[int]) -> None:
         self._world.device.forget(bad)
         self._side.loaded(requests, failed, bad)
@@ -222,6 +224,8 @@ class TellingSide:
 
 class WarmWorld(World):
     """One engine, from its start on what another one has left until it is killed."""
+
+    sizes: Sequence[int] = (BLOCK,)  #: tokens in a block of each group of layers
 
     def __init__(self, seed: int, remains: Remains) -> None:
         self.remains = remains
@@ -231,7 +235,7 @@ class WarmWorld(World):
         super().__init__(seed)
         self.table = DyingTable(memoryview(remains.table), remains.blocks, self.fuse)
         pool: Any = self.pool
-        self.device = DeviceBlocks(self.table, pool, [BLOCK], self.blocks_of)
+        self.device = DeviceBlocks(self.table, pool, self.sizes, self.blocks_of)
         found = self.table.rows()
         remains.check(found)
         self.adopted = self.device.adopt()
@@ -240,7 +244,12 @@ class WarmWorld(World):
     def blocks_of(self, request_id: str) -> list[list[Block]]:
         """The blocks of a request now."""
         live = self.vllm.by_name.get(request_id)
-        return [[self.pool.blocks[block] for block in live.table]] if live is not None else [[]]
+        tables = [[] for _ in self.sizes] if live is None else self.tables_of(live)
+        return [[self.pool.blocks[block] for block in table] for table in tables]
+
+    def tables_of(self, live: Any) -> list[list[int]]:
+        """The numbers of the blocks of a request, for each group."""
+        return [live.table]
 
     def pool_of(self, rng: random.Random) -> Pool:
         return WatchedPool(self.remains.blocks)
@@ -271,7 +280,7 @@ class WarmWorld(World):
 
     def held(self) -> set[int]:
         """Blocks of requests."""
-        return {block for live in self.vllm.by_name.values() for block in live.table}
+        return {block for live in self.vllm.by_name.values() for table in self.tables_of(live) for block in table}
 
     def live_and_die(self) -> None:
         """Serve for a while, then be killed: between two things, or in the middle of one."""
@@ -294,3 +303,19 @@ class WarmWorld(World):
             self.remains.note(live.request)
         for name, (prompt, wanted, output) in self.vllm.outputs.items():
             assert output == self.expected(prompt, wanted), f"{name} got another output than computed"
+
+
+def lives(seed: int, world_of: Callable[[int, Any], WarmWorld], remains: Remains) -> Counter[str]:
+    """Engines on the same memory, one after the other, each of which is killed; the last one answers everything."""
+    seen: Counter[str] = Counter()
+    for life in range(LIVES):
+        world = world_of(seed * 1000 + life, remains)
+        world.live_and_die()
+        seen += world.seen
+        seen["adopted"] += world.adopted
+    world = world_of(seed * 1000 + LIVES, remains)
+    for _ in range(100):
+        world.rng.choice([world.engine, world.arrive, world.link_turn, world.worker_turn])()
+    world.drain()
+    seen["adopted"] += world.adopted
+    return seen

@@ -71,7 +71,6 @@ class _Filled(NamedTuple):
 
     number: int  #: of the step
     row: Row
-    name: bytes
 
 
 class DeviceBlocks:
@@ -162,7 +161,7 @@ class DeviceBlocks:
         epoch = self._table.epoch
         while self._filled and (first := next(iter(self._filled.values()))).number <= number:
             del self._filled[first.row.block]
-            if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.name:
+            if first.row.epoch == epoch and self._block(first.row.block).block_hash == first.row.name:
                 self._table.write(first.row._replace(stamp=self._stamp))
 
     @property
@@ -260,10 +259,10 @@ class DeviceBlocks:
 
     def _fill(self, block: HashedBlock, parent: int, depth: int, epoch: int) -> None:
         """Note that this step fills a block."""
-        number, name = block.block_id, block.block_hash or b""
-        row = Row(number, self._stamp, epoch, NO_PARENT if parent == _NULL_BLOCK else parent, depth, name)
-        self._filled.pop(number, None)
-        self._filled[number] = _Filled(self._number, row, name)
+        before = NO_PARENT if parent == _NULL_BLOCK else parent
+        row = Row(block.block_id, self._stamp, epoch, before, depth, block.block_hash or b"")
+        self._filled.pop(row.block, None)
+        self._filled[row.block] = _Filled(self._number, row)
 
     def _use(self, tables: Tables) -> None:
         self._stamp += 1
