@@ -3,10 +3,11 @@
     python -P tests/vllm/engine_forks.py
 
 Each line of stdin is an engine to run: a JSON object with `options` of `vllm.LLM`, with `on_device`, whether its KV
-cache is memory of the fake CUDA device, with `is_async`, whether it schedules ahead as on GPUs, and with `turns`. A
-turn is a list of prompts, which are answered at the same time. vLLM forgets its own prefix cache before each turn. The
-reply is a line of stdout: a list with a list of answers for each turn; an answer is an object with `tokens`,
-`logprobs` and `cached`. The engine has ended then. stderr gets vLLM's log. Runs in vLLM's environment.
+cache is memory of the fake CUDA device, with `is_async`, whether it schedules ahead as on GPUs, with `is_patient`,
+whether each step waits for the stores of those before it, and with `turns`. A turn is a list of prompts, which are
+answered at the same time. vLLM forgets its own prefix cache before each turn. The reply is a line of stdout: a list
+with a list of answers for each turn; an answer is an object with `tokens`, `logprobs` and `cached`. The engine has
+ended then. stderr gets vLLM's log. Runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def run(work: dict[str, Any], writer: int) -> int:
     try:
         if work["on_device"]:
             put_on_device()
+        if work["is_patient"]:
+            let_stores_keep_up()
         if work["is_async"]:
             vllm_stand_ins.switch_on_async_scheduling()
         engine = LLM(**work["options"])
@@ -109,6 +112,27 @@ def put_on_device() -> None:
         name: vllm_stand_ins.shown_on_device(each) for name, each in tensors_of(caches).items()
     }
     found.current_stream = lambda _: device()[1].handle
+
+
+def let_stores_keep_up() -> None:
+    """Have steps wait for offers and copies: few blocks may be held, and what cannot be held is not stored."""
+    found = cast("Any", connector.KvcachedConnector)
+    order, report = found.build_connector_meta, found.build_connector_worker_meta
+
+    def order_patiently(self: Any, output: Any) -> Any:
+        side, deadline = self._of_scheduler(), time.monotonic() + TIMEOUT_S
+        while side._store_queue._stores._planning or side._leases._seeking:
+            assert time.monotonic() < deadline, "the daemon does not answer"
+            self._link.hurry()
+            time.sleep(PAUSE_S)
+            side._take_events()
+        return order(self, output)
+
+    def report_patiently(self: Any) -> Any:
+        assert self._of_worker()._is_idle.wait(TIMEOUT_S), "copies do not end"
+        return report(self)
+
+    found.build_connector_meta, found.build_connector_worker_meta = order_patiently, report_patiently
 
 
 def turn(engine: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ class EngineRuns:
         name: str = "",
         on_device: bool = False,
         is_async: bool = False,
+        is_patient: bool = False,
         **options: Any,
     ) -> list[list[Answer]]:
         """The answers of a new engine to some turns of prompts; it has ended on return.
@@ -72,6 +73,7 @@ class EngineRuns:
             name: engines share blocks only with those of the same name; "" = no connector.
             on_device: its KV cache is memory of the fake CUDA device.
             is_async: it decides on a step before it has the output of the last one, as vLLM does on GPUs.
+            is_patient: its steps wait for the stores of those before them, however slow the daemon is.
             options: of `vllm.LLM`.
 
         Raises:
@@ -84,7 +86,8 @@ class EngineRuns:
             }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        work = {"options": all_options, "on_device": on_device, "is_async": is_async, "turns": turns}
+        kind = {"on_device": on_device, "is_async": is_async, "is_patient": is_patient}
+        work = {"options": all_options, "turns": turns} | kind
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         told = json.loads(self._process.stdout.readline() or "null")
