@@ -41,12 +41,8 @@ def keeper(tmp_path: Path) -> Iterator[Path]:
         yield running.path
 
 
-#: A busy machine keeps an engine waiting for longer than the others' tests let it be silent.
-PATIENT = HOST_CONFIG.replace("session_ttl_ms = 600", "session_ttl_ms = 20000")
-
-
 @contextmanager
-def container(directory: Path, keeper: Path, config: str = PATIENT) -> Iterator[Supervised]:
+def container(directory: Path, keeper: Path, config: str = HOST_CONFIG) -> Iterator[Supervised]:
     """A daemon in a container, which ends at the latest with the block."""
     with supervised(directory, config, keeper=keeper, within=CONTAINER) as running:
         try:

@@ -39,6 +39,8 @@ from tests.line_process import LineProcess
 pytestmark = pytest.mark.slow
 
 FAULTY = "tests.daemon.faulty_daemon"
+#: A stopped engine's session is over while a test waits for that.
+SHORT_SESSIONS = HOST_CONFIG.replace("session_ttl_ms = 20000", "session_ttl_ms = 3000")
 TWO_SHARDS = HOST_CONFIG.replace("shards = 1", "shards = 2")
 STATES = dict.fromkeys(("free", "leased", "filling", "cached", "fenced", "quarantined"), 0)
 
@@ -158,7 +160,7 @@ def test_load_of_a_killed_engine_ends_for_its_successor(tmp_path: Path) -> None:
 
 def test_load_of_a_stopped_engine_ends_while_its_slots_are_set_aside(tmp_path: Path) -> None:
     """SIGSTOP in the middle of a load: the session expires, the load ends, and what the engine could write waits."""
-    with started(tmp_path, HOST_CONFIG, program=FAULTY) as daemon:
+    with started(tmp_path, SHORT_SESSIONS, program=FAULTY) as daemon:
         with engine_on(daemon) as engine:
             written = only_in_host(engine, daemon)
         with process("hold", str(daemon.run_dir)) as holder:
@@ -167,7 +169,7 @@ def test_load_of_a_stopped_engine_ends_while_its_slots_are_set_aside(tmp_path: P
                 assert holder.ask("a 6") == "hit 4 of 6, loading"
                 wait_stopped(worker)
                 holder.process.send_signal(signal.SIGSTOP)
-                seconds_until(daemon.run_dir, lambda pool: pool.leases == 0, PATIENCE_S)
+                assert seconds_until(daemon.run_dir, lambda pool: pool.leases == 0, PATIENCE_S) < PATIENCE_S
                 assert pool_stats(daemon.run_dir).states == states(free=10, quarantined=2, filling=4)
             wait_quiet(daemon)
             assert pool_stats(daemon.run_dir).states == states(free=10, quarantined=2, cached=4)
