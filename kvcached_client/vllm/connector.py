@@ -36,7 +36,7 @@ from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.device_memory import RankMemory, own_device, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
-from kvcached_client.vllm.groups import canonical_of, check_groups, described, has_states, keeps_all_blocks, tensors_of
+from kvcached_client.vllm.groups import canonical_of, check_groups, described, keeps_all_blocks, tensors_of
 from kvcached_client.vllm.identity import EngineDescription
 from kvcached_client.vllm.messages import KvcachedOrders, KvcachedPages, KvcachedReport
 from kvcached_client.vllm.metrics import (
@@ -98,7 +98,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._is_grouped:
             check_groups(specs)
         if self._settings.device_memory == "daemon":
-            check_device_memory(vllm_config, has_states=any(map(has_states, specs)))
+            check_device_memory(vllm_config)
         self._link = DaemonThread(prefetch=self._settings.prefetch)
         self._ending = threading.Event()
         self._is_described = False

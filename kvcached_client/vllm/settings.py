@@ -188,12 +188,8 @@ def check_config(
         raise ValueError("KvcachedConnector cannot be used here:" + "".join(f"\n- {reason}" for reason in found))
 
 
-def check_device_memory(config: VllmConfig, *, has_states: bool) -> None:
+def check_device_memory(config: VllmConfig) -> None:
     """Refuse configurations whose blocks cannot be in the daemon's memory.
-
-    Args:
-        config: vLLM's configuration.
-        has_states: some layers of the model keep states.
 
     Raises:
         ValueError: all reasons.
@@ -203,7 +199,6 @@ def check_device_memory(config: VllmConfig, *, has_states: bool) -> None:
         f"it is for CPUs and CUDA devices, not for {device!r}": device not in _DEVICE_TYPES,
         "vLLM cannot free it to sleep: set no --enable-sleep-mode": device == "cuda"
         and config.model_config.enable_sleep_mode,
-        "the model has layers that keep states, which vLLM writes in place": has_states,
         "prefix caching is off, so nothing in it would be found again": not config.cache_config.enable_prefix_caching,
         "speculative decoding writes blocks after the pass that they belong to": config.speculative_config is not None,
     }

@@ -139,6 +139,12 @@ def epoch_of_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, DeviceBlocks._epoch_behind, "zip(tables, counts, strict=True)", "[(tables[0], counts[0])]")
 
 
+@caught_by(f"{_GROUPS}::test_hit_inside_a_block_is_of_no_epoch_once_there_was_a_clear")
+def hit_inside_a_block_is_of_the_epoch_before_it(patch: pytest.MonkeyPatch) -> None:
+    """A request that builds on a part of a block from before a clear counts as new."""
+    rewrite(patch, DeviceBlocks._begin, "epoch != self._first_epoch", "not epoch")
+
+
 @caught_by(f"{_GROUPS}::test_part_of_a_block_is_not_named")
 def part_of_a_block_is_named(patch: pytest.MonkeyPatch) -> None:
     """A block that vLLM finds by fewer tokens than it has room for is named as if it was full."""

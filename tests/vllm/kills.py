@@ -1,11 +1,12 @@
 """Kills stock vLLM on memory of the daemon at random instants under load, many times in one run.
 
-    python -m tests.vllm.kills [--kills 100] [--of-two-ranks 20] [--seed 1]
+    python -m tests.vllm.kills [--kills 100] [--of-two-ranks 20] [--with-states 20] [--seed 1]
 
-Engines of one rank are killed, then engines of two ranks, of which half lose one rank only. After each kill the next
-engine adopts what is valid: its answers must be those of stock vLLM, and it must find at least 95 % of the blocks of
-the prompts that were answered last. The controls (`warm_controls`) follow. Before all that, engines that do not clear
-the rows of blocks that are overwritten are killed until an answer is wrong. All engines schedule ahead, as on GPUs.
+Engines of one rank are killed, then engines of two ranks, of which half lose one rank only, then engines of a model
+that keeps states in two of three layers. After each kill the next engine adopts what is valid: its answers must be
+those of stock vLLM, and it must find at least 95 % of the blocks of the prompts that were answered last. The controls
+(`warm_controls`) follow. Before all that, engines that do not clear the rows of blocks that are overwritten are killed
+until an answer is wrong. All engines schedule ahead, as on GPUs.
 
 Progress goes to stderr, a summary as JSON to stdout. Exit status 1 if anything is not as it should be.
 """
@@ -26,13 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.project.source_tree import ROOT
+from tests.vllm.completions import BLOCK_SIZE
 from tests.vllm.server import interpreter
+from tests.vllm.test_states import CONVOLUTIONS, WIDTH
 from tests.vllm.warm_controls import Control, Controls, Trial
-from tests.vllm.warm_loop import Outcome, WarmLoop
+from tests.vllm.warm_loop import Groups, Outcome, WarmLoop
 
 PROMPTS = 64
 #: Of the blocks of the prompts that were answered last, how many the next engine finds.
 SHARE_MIN = 0.95
+#: Of the model that keeps states.
+STATES = Groups(CONVOLUTIONS.family, BLOCK_SIZE, CONVOLUTIONS.options)
 #: So often engines that do not clear rows are killed until an answer is wrong.
 FAULTY_KILLS = 20
 
@@ -50,6 +55,9 @@ class Run:
         self._seed = seed
         self._model = self._made("some", seed)
         self._others = self._made("other", seed + 1)
+        script = ("-m", "tests.vllm.tiny_hybrid", folder / "kept", STATES.name, "--window", str(WIDTH))
+        subprocess.run([interpreter(), *script], cwd=ROOT, check=True)
+        self._with_states = folder / "kept/model"
 
     def one_rank(self, kills: int) -> dict[str, Any]:
         """Engines of one rank, and their controls."""
@@ -74,6 +82,15 @@ class Run:
             loop.finish()
             return _told(loop.outcome) | {"lost_rank": _control(Controls(loop, self._others).lost_rank())}
 
+    def with_states(self, kills: int) -> dict[str, Any]:
+        """Engines of a model that keeps states."""
+        with self._loop("states", groups=STATES) as loop:
+            for number in range(kills):
+                loop.kill_once(number)
+                _tell(f"states {number + 1}/{kills}", loop.outcome)
+            loop.finish()
+            return _told(loop.outcome) | {"stale_epoch": _control(Controls(loop, self._others).stale_epoch())}
+
     def without_invalidation(self) -> dict[str, Any]:
         """Engines that do not clear rows, until an answer is wrong."""
         with self._loop("without", faults=["keep_names"]) as loop:
@@ -86,11 +103,13 @@ class Run:
             return {"kills": outcome.kills, "answers": outcome.answers, "wrong": outcome.wrong, "ok": outcome.wrong > 0}
 
     @contextlib.contextmanager
-    def _loop(self, name: str, *, ranks: int = 1, faults: Sequence[str] = ()) -> Iterator[WarmLoop]:
-        folder = self._folder / name
+    def _loop(
+        self, name: str, *, ranks: int = 1, faults: Sequence[str] = (), groups: Groups | None = None
+    ) -> Iterator[WarmLoop]:
+        folder, model = self._folder / name, self._model if groups is None else self._with_states
         folder.mkdir()
         faults = [*faults, "async_scheduling"]
-        loop = WarmLoop(folder, self._model, prompts=PROMPTS, ranks=ranks, seed=self._seed, faults=faults)
+        loop = WarmLoop(folder, model, prompts=PROMPTS, ranks=ranks, seed=self._seed, faults=faults, groups=groups)
         with loop.running(folder):
             yield loop
 
@@ -134,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--of-two-ranks", type=int, default=20)
+    parser.add_argument("--with-states", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
@@ -143,6 +163,7 @@ def main() -> int:
             ("no_invalidation", run.without_invalidation),
             ("one_rank", partial(run.one_rank, arguments.kills)),
             ("two_ranks", partial(run.two_ranks, arguments.of_two_ranks)),
+            ("states", partial(run.with_states, arguments.with_states)),
         ):
             summary[name] = part()
             sys.stderr.write(json.dumps({name: summary[name]}) + "\n")

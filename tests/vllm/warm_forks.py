@@ -3,8 +3,8 @@
     python -P tests/vllm/warm_forks.py
 
 Each line of stdin is a JSON object: with `kill`, the processes that it names are killed, or without names all of the
-engine; else it has the `options` of `vllm.LLM` and the `prompts` of a new engine, which it answers some at a time, in
-this order, `endless` or once, and the `faults` of `FAULTS` that it has, mistakes and stand-ins. stdout gets a JSON
+engine; else it has the `options` of `vllm.LLM` and the `prompts` of a new engine, which it answers `at_once` at a time,
+in this order, `endless` or once, and the `faults` of `FAULTS` that it has, mistakes and stand-ins. stdout gets a JSON
 object for each event: `forked`, `up` with the processes of the ranks, one for each answer with its `number`, and
 `over`. stderr gets vLLM's log. Runs in vLLM's environment.
 """
@@ -47,7 +47,6 @@ from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 TOKENS = 12
-AT_ONCE = 4
 
 
 def main() -> None:
@@ -106,7 +105,7 @@ def run(work: dict[str, Any], writer: int) -> int:
         core = engine.llm_engine.engine_core.engine_core
         assert (core.batch_queue is not None) == ("async_scheduling" in work["faults"])
         with os.fdopen(writer, "w") as told:
-            serve(engine, work["prompts"], told, is_endless=work["endless"])
+            serve(engine, work, told)
     except BaseException:  # noqa: BLE001 - the fork must not go on as its parent
         traceback.print_exc()
         return 1
@@ -182,8 +181,9 @@ def warm_up() -> None:
     original = vllm.v1.worker.cpu_worker.CPUWorker.compile_or_warm_up_model
 
     def overwrite(self: Any) -> Any:
-        for layer in self.model_runner.kv_caches:
-            layer.fill_(7)
+        for caches in self.model_runner.kv_caches:
+            for tensor in caches if isinstance(caches, list) else [caches]:
+                tensor.fill_(7)
         return original(self)
 
     vllm.v1.worker.cpu_worker.CPUWorker.compile_or_warm_up_model = overwrite
@@ -208,14 +208,15 @@ FAULTS = {
 }
 
 
-def serve(engine: LLM, prompts: list[list[int]], told: Any, *, is_endless: bool) -> None:
-    """Answer prompts, `AT_ONCE` at a time."""
+def serve(engine: LLM, work: dict[str, Any], told: Any) -> None:
+    """Answer the prompts."""
     executor = engine.llm_engine.engine_core.engine_core.model_executor
     tell(told, {"event": "up", "ranks": [worker.proc.pid for worker in getattr(executor, "workers", ())]})
     wanted = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    waiting = enumerate(itertools.cycle(prompts) if is_endless else prompts)
+    prompts = work["prompts"]
+    waiting = enumerate(itertools.cycle(prompts) if work["endless"] else prompts)
     while True:
-        room = AT_ONCE - engine.llm_engine.get_num_unfinished_requests()
+        room = work["at_once"] - engine.llm_engine.get_num_unfinished_requests()
         for asked, prompt in itertools.islice(waiting, room):
             engine.llm_engine.add_request(str(asked), {"prompt_token_ids": prompt}, wanted)
         if not engine.llm_engine.has_unfinished_requests():

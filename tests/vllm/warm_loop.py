@@ -44,7 +44,7 @@ OPTIONS = {
     "disable_log_stats": True,
 }
 _EXTRA = {"device_memory": "daemon", "hold_deadline_ms": 10_000}
-AT_ONCE = 4  #: as in `warm_forks`
+AT_ONCE = 4  #: prompts that an engine answers
 EVENT_TIMEOUT_S = 240
 #: Part of the engines that are killed during their start.
 STARTS = 0.1
@@ -135,11 +135,13 @@ class Groups(NamedTuple):
         name: of its weights.
         unit: tokens of which a hit is a multiple.
         options: of `vllm.LLM`.
+        at_once: prompts that an engine answers: 1 where an answer depends on what is computed beside it.
     """
 
     name: str
     unit: int
     options: dict[str, Any]
+    at_once: int = AT_ONCE
 
 
 class Kill(NamedTuple):
@@ -261,6 +263,7 @@ class WarmLoop:
     ) -> None:
         self._rng = random.Random(seed)
         self._model, self._ranks, self._faults, self._groups = model, ranks, faults, groups
+        self._at_once = AT_ONCE if groups is None else groups.at_once
         connector: dict[str, Any] = CONNECTOR | {"kv_connector_extra_config": _EXTRA}
         if groups is not None:
             extra = _EXTRA | {"weights_version": groups.name}
@@ -356,7 +359,7 @@ class WarmLoop:
             self._count_found(life)
         kept = [number for number in self._answered[size] if number not in life.numbers]
         self._answered[size] = (kept + life.numbers)[-RECENT:]
-        self._edge[size] = [number for number in order if number not in life.numbers][:AT_ONCE]
+        self._edge[size] = [number for number in order if number not in life.numbers][: self._at_once]
 
     def _count_found(self, life: Life) -> None:
         """Of the blocks of the prompts that were answered last before the kill."""
@@ -377,4 +380,5 @@ class WarmLoop:
         return OPTIONS | {"model": str(model)} | sizes | ({} if self._groups is None else self._groups.options)
 
     def _work(self, options: dict[str, Any], order: list[int], faults: Sequence[str]) -> dict[str, Any]:
-        return {"options": options, "prompts": [self._prompts[number] for number in order], "faults": list(faults)}
+        prompts = [self._prompts[number] for number in order]
+        return {"options": options, "prompts": prompts, "at_once": self._at_once, "faults": list(faults)}

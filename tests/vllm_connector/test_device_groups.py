@@ -62,6 +62,12 @@ class Engine:
         self.device.allocated(request, is_loading=False)
         self.device.computed(self.device.step(step))
 
+    def go_on(self, request: str, computed_tokens: int) -> None:
+        """A step of a request that computes a token, which ends at once."""
+        cached = Cached(req_ids=[request], new_block_ids=[None], num_computed_tokens=[computed_tokens])
+        step: Any = FakeStep([], cached, {request: 1})
+        self.device.computed(self.device.step(step))
+
     def hash(self, block: int, name: str, group: int, tokens: int) -> None:
         self.pool.remember(block, hash_in_group(f"{name} {tokens}".encode(), group), tokens)
 
@@ -96,10 +102,44 @@ def test_part_of_a_block_is_not_named() -> None:
     assert engine.named() == [1]
     engine.pool.blocks[7].block_hash = None
     engine.hash(7, "a", WINDOWED, SIZES[WINDOWED])
-    cached = Cached(req_ids=["a"], new_block_ids=[None], num_computed_tokens=[2 * BLOCK])
-    step: Any = FakeStep([], cached, {"a": 1})
-    engine.device.computed(engine.device.step(step))
+    engine.go_on("a", 2 * BLOCK)
     assert engine.named() == [1, 7]
+
+
+def test_state_is_named_once_its_block_is_full() -> None:
+    """A state is written in place by every step of its block; the blocks before it never were."""
+    engine = Engine(GroupRemains(20))
+    engine.pool.tables["a"] = [[1, 2, 3, 4, 5], [NULL, NULL, 7]]
+    for depth in range(4):
+        engine.hash(1 + depth, "a", FULL, (depth + 1) * BLOCK)
+    engine.step("a", 0)
+    assert engine.named() == [1, 2, 3, 4]
+    engine.pool.tables["a"] = [[1, 2, 3, 4, 5, 6], [NULL, NULL, 7, 8]]
+    engine.hash(7, "a", WINDOWED, 3 * SIZES[WINDOWED])
+    engine.go_on("a", 3 * SIZES[WINDOWED] - 1)
+    assert engine.named() == [1, 2, 3, 4, 7]
+    engine.pool.tables["a"] = [[1, 2, 3, 4, 5, 6], [NULL, NULL, NULL, 8]]  # it was copied, and nobody needs it
+    engine.go_on("a", 3 * SIZES[WINDOWED])
+    assert engine.named() == [1, 2, 3, 4, 7]
+
+    later = Engine(GroupRemains(20))
+    later.table._memory[:] = engine.table._memory
+    assert later.device.adopt() == 5
+    assert later.pool.blocks[7].block_hash_num_tokens == 3 * SIZES[WINDOWED]
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_hit_inside_a_block_is_of_no_epoch_once_there_was_a_clear(is_cleared: bool) -> None:
+    """A block that vLLM finds by fewer tokens than it has room for is not named: of what epoch it is, nobody knows."""
+    engine = Engine(GroupRemains(20))
+    engine.pool.tables["a"] = [[1], [NULL]]
+    engine.step("a", 0)
+    if is_cleared:
+        engine.table.new_epoch()
+    engine.pool.tables["b"] = [[2, 3], [4]]
+    engine.hash(3, "b", FULL, 2 * BLOCK)
+    engine.step("b", BLOCK // 2)
+    assert engine.named() == ([] if is_cleared else [3])
 
 
 @pytest.mark.parametrize("group", [FULL, WINDOWED])

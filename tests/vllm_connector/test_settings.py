@@ -63,37 +63,35 @@ def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str)
 
 
 @pytest.mark.parametrize(
-    ("changes", "has_states", "words"),
+    ("changes", "words"),
     [
-        ({"device_config__device_type": "xpu"}, False, "it is for CPUs and CUDA devices, not for 'xpu'"),
+        ({"device_config__device_type": "xpu"}, "it is for CPUs and CUDA devices, not for 'xpu'"),
         (
             {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
-            False,
             "vLLM cannot free it to sleep: set no --enable-sleep-mode",
         ),
-        ({}, True, "layers that keep states"),
-        ({"cache_config__enable_prefix_caching": False}, False, "prefix caching is off"),
-        ({"speculative_config": object()}, False, "speculative decoding"),
+        ({"cache_config__enable_prefix_caching": False}, "prefix caching is off"),
+        ({"speculative_config": object()}, "speculative decoding"),
     ],
 )
-def test_device_memory_of_the_daemon_is_refused(changes: dict[str, Any], has_states: bool, words: str) -> None:
+def test_device_memory_of_the_daemon_is_refused(changes: dict[str, Any], words: str) -> None:
     """Where blocks could not be found again, or not be trusted, vLLM does not start with the setting."""
     taken = vllm_config(**{"cache_config__enable_prefix_caching": True, "speculative_config": None} | changes)
     with pytest.raises(ValueError, match="device_memory cannot be") as refused:
-        check_device_memory(taken, has_states=has_states)
+        check_device_memory(taken)
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_device_memory_of_the_daemon_is_taken(kind: str) -> None:
-    """On the CPU and on CUDA devices, with prefix caching, for layers with attention."""
+    """On the CPU and on CUDA devices, with prefix caching."""
     taken = vllm_config(
         cache_config__enable_prefix_caching=True,
         speculative_config=None,
         device_config__device_type=kind,
         model_config__enable_sleep_mode=False,
     )
-    check_device_memory(taken, has_states=False)
+    check_device_memory(taken)
 
 
 def test_plain_configuration_is_taken() -> None:

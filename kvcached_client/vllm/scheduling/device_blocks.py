@@ -5,12 +5,15 @@ when vLLM hands it out again: vLLM calls back then (`BlockPool.unpin_blocks`), b
 it. So at any instant a named block holds what its name says, whichever processes are killed.
 
 vLLM's groups of layers share its blocks. A name has the number of its group, and each group of a request has a chain of
-blocks. In those of layers with windows, block 0 stands for blocks that nobody needs any more.
+blocks. In those of layers with windows, block 0 stands for blocks that nobody needs any more, and in those of layers
+with states for blocks that never were. A state is written in place until it is that of all tokens up to the end of its
+block, and no more then: it is named like a block of tokens, when it is full.
 
 vLLM's pool has a call-back for each block that is named, or will be when its step is over.
 
 Blocks belong to the epoch of the table in which their request began, and to none if the request builds on blocks of
-another epoch: after a clear nothing is named that was computed before, or from that.
+another epoch: after a clear nothing is named that was computed before, or from that. Of what epoch a part of a block is
+that vLLM finds by fewer tokens than it has room for, is not known once there has been a clear.
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ class DeviceBlocks:
         self._loading: dict[str, _Loading] = {}
         self._behind: dict[str, _Request] = {}  #: requests that have a full block, of which the hash is to come
         self._filled: dict[int, _Filled] = {}  #: by block, in the order of their steps
+        self._first_epoch = _NO_EPOCH  #: the table's at the first step
         self._number = self._computed = 0  #: the last step, and the last one that all ranks have computed
         self._is_stopped = False
         self._stamp = 1
@@ -134,6 +138,8 @@ class DeviceBlocks:
     def step(self, step: Step) -> int:
         """Note the blocks that a step fills; returns the step's number."""
         self._number += 1
+        if self._first_epoch == _NO_EPOCH:
+            self._first_epoch = self._table.epoch
         cached = step.scheduled_cached_reqs
         beginning = [
             _New(new.req_id, new.num_computed_tokens, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
@@ -209,6 +215,8 @@ class DeviceBlocks:
         loading, tables = self._loading.get(new.request), self._tables(new.request)
         local = [new.computed_tokens // size for size in self._block_sizes] if loading is None else loading.local
         epoch = self._epoch_behind(tables, local) if loading is None else loading.epoch
+        if loading is None and epoch != self._first_epoch and any(map(new.computed_tokens.__mod__, self._block_sizes)):
+            epoch = _NO_EPOCH
         if epoch == _NO_EPOCH and not is_last:
             return False
         self._loading.pop(new.request, None)
