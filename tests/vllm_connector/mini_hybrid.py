@@ -44,7 +44,10 @@ class Live:
     wanted: int
     tables: list[list[int]] = field(default_factory=lambda: [[], []])
     state: str = "waiting"  # waiting, loading, running, finished
-    is_known: bool = False
+    steps_in_flight: int = 0
+    tokens_in_flight: int = 0  #: that they compute
+    placeholders: int = 0
+    sampled: list[int] = field(default_factory=list)  #: by the workers, the scheduler may hear of it later
 
     @property
     def name(self) -> str:
@@ -52,12 +55,13 @@ class Live:
 
 
 class Work(NamedTuple):
-    """What a step computes for a request."""
+    """What a step computes for a request: positions `start` to `stop`, in the blocks that it had then."""
 
     live: Live
     start: int
     stop: int
     tables: list[list[int]]
+    preemptions: int
 
 
 class Flight(NamedTuple):
@@ -75,17 +79,17 @@ class Sampled(NamedTuple):
 
 
 class MiniHybrid:
-    """The engine, driven step by step; one step at a time."""
+    """The engine, driven step by step, with up to `depth` steps on their way."""
 
-    depth = 1
-
-    def __init__(self, rng: random.Random, side: SchedulerSide, pool: Pool) -> None:
-        self.rng, self.side, self.pool = rng, side, pool
+    def __init__(self, rng: random.Random, side: SchedulerSide, pool: Pool, *, depth: int) -> None:
+        self.rng, self.side, self.pool, self.depth = rng, side, pool, depth
         pool.free.remove(NULL)
         self.waiting: deque[Live] = deque()
         self.running: list[Live] = []
         self.by_name: dict[str, Live] = {}
         self.flights: deque[Flight] = deque()
+        self.deferred: list[tuple[int, list[int]]] = []
+        self.scheduled = self.processed = 0
         self.preempted: set[str] = set()
         self.outputs: dict[str, tuple[list[int], int, list[int]]] = {}
         self.memory: list[dict[int, list[str]]] = [{} for _ in range(SHARDS)]
@@ -121,16 +125,20 @@ class MiniHybrid:
             del self.by_name[live.name]
 
     def _free(self, live: Live) -> None:
-        for table in live.tables:
-            self.pool.give_back(block for block in reversed(table) if block != NULL)
+        """Give blocks back, but not before the steps that may write them are over."""
+        blocks = [block for table in live.tables for block in reversed(table) if block != NULL]
         live.tables = [[], []]
+        if live.steps_in_flight:
+            self.deferred.append((self.scheduled, blocks))
+        else:
+            self.pool.give_back(blocks)
 
     def _preempt(self, live: Live) -> None:
         self._free(live)
         self.preemptions += 1
         live.request.num_preemptions += 1
-        live.request.num_computed_tokens = 0
-        live.state, live.is_known = "waiting", False
+        live.request.num_computed_tokens = live.placeholders = live.tokens_in_flight = 0
+        live.state = "waiting"
         self.preempted.add(live.name)
         self.waiting.appendleft(live)
 
@@ -145,15 +153,20 @@ class MiniHybrid:
             self._schedule_waiting(step, work)
         step.preempted_req_ids, self.preempted = self.preempted, set()
         orders = self.side.step(step)
-        for live, _, stop, _tables in work:
+        for live, start, stop, *_rest in work:
             live.request.num_computed_tokens = stop
+            live.steps_in_flight += 1
+            live.tokens_in_flight += stop - start
+            if self.depth > 1 and stop >= live.request.num_tokens:
+                live.placeholders = stop - live.request.num_tokens + 1
+        self.scheduled += bool(work)
         self.flights.append(Flight(work, orders))
 
     def _schedule_running(self, step: FakeStep, work: list[Work]) -> None:
         budget = STEP_TOKENS
         for live in list(self.running):
             computed = live.request.num_computed_tokens
-            count = min(live.request.num_tokens - computed, budget)
+            count = min(_wanted(live), budget)
             if count < 1 or live not in self.running:
                 continue
             self._drop_skipped(live)
@@ -179,7 +192,7 @@ class MiniHybrid:
         while self.waiting and budget > 0 and len(self.running) < MAX_RUNNING:
             live = self.waiting.popleft()
             skipped.append(live)
-            if live.state == "loading":
+            if live.state == "loading" or (live.steps_in_flight and live.request.num_preemptions):
                 continue
             local, external = self._hits(live)
             if external is None:
@@ -204,7 +217,8 @@ class MiniHybrid:
     def _note_work(self, step: FakeStep, work: list[Work], live: Live, count: int) -> None:
         start = live.request.num_computed_tokens
         step.num_scheduled_tokens[live.name] = count
-        work.append(Work(live, start, start + count, [list(table) for table in live.tables]))
+        tables = [list(table) for table in live.tables]
+        work.append(Work(live, start, start + count, tables, live.request.num_preemptions))
         self._remember(live, start + count)
 
     # --- blocks -----------------------------------------------------------------------------------------------------
@@ -267,9 +281,10 @@ class MiniHybrid:
         return True
 
     def _drop_skipped(self, live: Live) -> None:
-        """Free what has left the window."""
+        """Free what has left the window, of the steps that are over."""
         table = live.tables[WINDOWED]
-        gone = range(min(skipped_blocks(live.request.num_computed_tokens), len(table)))
+        processed = live.request.num_computed_tokens - live.tokens_in_flight
+        gone = range(min(skipped_blocks(processed), len(table)))
         self.pool.give_back(table[index] for index in reversed(gone) if table[index] != NULL)
         for index in gone:
             table[index] = NULL
@@ -289,34 +304,54 @@ class MiniHybrid:
         return [self._compute(work) for work in flight.work]
 
     def _compute(self, work: Work) -> Sampled:
-        tokens = work.live.request.tokens
+        live = work.live
+        tokens = [*live.request.tokens, *live.sampled[len(live.request.tokens) - live.prompt :]]
         shards = [BlockStates(shard, self.memory[shard], work.tables) for shard in range(SHARDS)]
         for at in range(work.start, work.stop):
             for states in shards:
                 states.compute(tokens[at], at)
-        return Sampled(work, shards[0].sample(work.stop - 1) if work.stop == len(tokens) else None)
+        if work.stop < len(tokens):
+            return Sampled(work, None)
+        token = shards[0].sample(work.stop - 1)
+        live.sampled = [*tokens[live.prompt :], token]
+        return Sampled(work, token)
 
     def update(self, sampled: list[Sampled], bad: set[int], loaded: set[str]) -> None:
         """What a step brought: tokens, and loads that are over."""
         for live in self.by_name.values():
             if live.state in ("loading", "finished") and bad.intersection(chain(*live.tables)):
                 self.failed.add(live.name)
+        self.processed += bool(sampled)
         for work, token in sampled:
-            live = work.live
-            if token is not None and live.state == "running" and live.request.num_computed_tokens == work.stop:
-                self._append(live, token)
+            self._take(work, token)
+        over = [entry for entry in self.deferred if entry[0] <= self.processed]
+        self.deferred = [entry for entry in self.deferred if entry[0] > self.processed]
+        for _, blocks in over:
+            self.pool.give_back(blocks)
         self.side.loaded(loaded, loaded & self.failed, ())
         for name in loaded:
             self._loaded(self.by_name[name])
         self.side.step_over()
 
-    def _append(self, live: Live, token: int) -> None:
-        request = live.request
+    def _take(self, work: Work, token: int | None) -> None:
+        """What a step brought a request, which may have lost its blocks meanwhile."""
+        live, request = work.live, work.live.request
+        live.steps_in_flight -= 1
+        if live.state == "finished":
+            return
+        is_stale = work.preemptions != request.num_preemptions
+        if not is_stale:
+            live.tokens_in_flight -= work.stop - work.start
+        if token is None:
+            return
         request.append(token)
         if request.num_tokens == live.prompt + live.wanted:
             self.outputs[live.name] = (request.tokens[: live.prompt], live.wanted, request.tokens[live.prompt :])
-            self.running.remove(live)
+            (self.running if live in self.running else self.waiting).remove(live)
             self._finish(live)
+        elif not is_stale:
+            live.placeholders = max(live.placeholders - 1, 0)
+            self._remember(live, min(request.num_computed_tokens, request.num_tokens))
 
     def _loaded(self, live: Live) -> None:
         has_failed = live.name in self.failed
@@ -337,6 +372,14 @@ class MiniHybrid:
 def hash_in_group(block_hash: bytes, group: int) -> bytes:
     """As vLLM's pool names a block."""
     return block_hash + group.to_bytes(4)
+
+
+def _wanted(live: Live) -> int:
+    """Tokens that a running request could compute."""
+    tokens = live.request.num_tokens + live.placeholders
+    if live.placeholders and tokens >= live.prompt + live.wanted:
+        return 0
+    return tokens - live.request.num_computed_tokens
 
 
 def _blocks(tokens: int) -> int:

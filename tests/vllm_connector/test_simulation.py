@@ -328,7 +328,7 @@ class GroupsWorld(World):
         return lists
 
     def engine_of(self, rng: random.Random) -> Any:
-        return MiniHybrid(rng, self.side, self.pool)
+        return MiniHybrid(rng, self.side, self.pool, depth=rng.choice([1, 2]))
 
     def expected(self, prompt: list[int], wanted: int) -> list[int]:
         return groups_reference(prompt, wanted)

@@ -73,7 +73,7 @@ class WarmGroupsWorld(WarmWorld, GroupsWorld):
 
     def engine_of(self, rng: random.Random) -> Any:
         side: Any = TellingSide(self)
-        vllm = DyingHybrid(rng, side, self.pool)
+        vllm = DyingHybrid(rng, side, self.pool, depth=rng.choice([1, 2]))
         vllm.world = self
         vllm.memory = self.remains.memory
         return vllm
