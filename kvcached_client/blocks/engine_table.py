@@ -266,10 +266,10 @@ class EngineTable:
         """Say that a block holds nothing, before anybody may write it."""
         self._words[block, 0] = 0
 
-    def epoch_of(self, block: int) -> int:
-        """The epoch of a block's row; 0 if it has none."""
-        words = self._words[block]
-        return int(words[1]) if words[0] else 0
+    def all_of(self, epoch: int, blocks: Sequence[int]) -> bool:
+        """Whether all of these blocks have rows, of this epoch."""
+        words = self._words[np.asarray(blocks, np.int64)]
+        return bool(np.all((words[:, 0] != 0) & (words[:, 1] == np.uint64(epoch))))
 
     def stamp(self, blocks: Sequence[int], stamp: int) -> None:
         """Note that blocks are used; those without a row are left out."""

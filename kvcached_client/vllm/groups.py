@@ -66,6 +66,29 @@ def check_groups(specs: Sequence[VllmObject]) -> None:
         raise ValueError("KvcachedHybridConnector cannot be used here:" + "".join(f"\n- {reason}" for reason in found))
 
 
+def check_states(specs: Sequence[VllmObject], hash_tokens: int) -> None:
+    """Refuse states that vLLM may name at a boundary that they never had.
+
+    Where vLLM keeps a state in the middle of a step, a step that begins inside a block goes on behind the end of the
+    block: vLLM 0.32 and 0.33 then take the state at its beginning for that at the block's end.
+
+    Args:
+        specs: of the groups.
+        hash_tokens: tokens of one of vLLM's hashes.
+
+    Raises:
+        ValueError: what to do.
+    """
+    states = [layer for spec in specs for layer in iter_layer_specs(spec) if isinstance(layer, MambaSpec)]
+    if any(layer.num_prefill_checkpoint_blocks and layer.block_size > hash_tokens for layer in states):
+        size = max(layer.block_size for layer in states)
+        raise ValueError(
+            f"KvcachedHybridConnector cannot be used here:\n- vLLM finds prompts by {hash_tokens} tokens at a time, "
+            f"and may then take the state inside a block of {size} for that at its end: leave out --prefix-match-unit, "
+            "or use no kvcached"
+        )
+
+
 def canonical_of(pages: EnginePages, config: VllmConfig, cache: KvCacheConfig) -> CanonicalLayout | None:
     """The layout in which storage may hold blocks for any number of ranks; None if their bytes are not of heads alone.
 

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
 
 from kvcached_client.vllm.connector import KvcachedConnector, VllmObject
-from kvcached_client.vllm.groups import has_states
+from kvcached_client.vllm.groups import check_states, has_states
 from kvcached_client.vllm.scheduling.chains import Chains, unit_of
 
 
@@ -44,6 +44,7 @@ class KvcachedHybridConnector(KvcachedConnector, SupportsHMA):  # type: ignore[m
         if not self._is_grouped:
             return Chains(block_size)
         specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
+        check_states(specs, pool.hash_block_size)
         states = [number for number, spec in enumerate(specs) if has_states(spec)]
         unit = unit_of([spec.block_size for spec in specs], pool.hash_block_size, states)
         return Chains(block_size, unit=unit, live=lambda request: self._manager.get_blocks(request).blocks)

@@ -199,6 +199,9 @@ def check_device_memory(config: VllmConfig) -> None:
         f"it is for CPUs and CUDA devices, not for {device!r}": device not in _DEVICE_TYPES,
         "vLLM cannot free it to sleep: set no --enable-sleep-mode": device == "cuda"
         and config.model_config.enable_sleep_mode,
+        "vLLM's second model runner warms up in it: set --kernel-config.enable_jit_warmup=False": device == "cpu"
+        and getattr(config, "use_v2_model_runner", False)
+        and config.kernel_config.enable_jit_warmup,
         "prefix caching is off, so nothing in it would be found again": not config.cache_config.enable_prefix_caching,
         "speculative decoding writes blocks after the pass that they belong to": config.speculative_config is not None,
     }

@@ -51,8 +51,10 @@ def test_rows_are_those_that_were_written(table: EngineTable) -> None:
     table.write(row(table, 19))
     table.stamp([3, 4], 9)
     assert table.rows() == [row(table, 3, stamp=9), row(table, 19)]
-    assert table.epoch_of(3) == table.epoch
-    assert table.epoch_of(4) == 0
+    assert table.all_of(table.epoch, [3, 19])
+    assert not table.all_of(table.epoch, [3, 4])
+    assert not table.all_of(table.epoch + 1, [3, 19])
+    assert table.all_of(table.epoch, [])
     table.clear(3)
     assert table.rows() == [row(table, 19)]
     assert table.named == 1

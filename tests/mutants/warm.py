@@ -49,7 +49,7 @@ def device_block_named_though_given_away(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_KILLED)
 def device_block_of_a_stale_epoch(patch: pytest.MonkeyPatch) -> None:
     """What builds on blocks from before a clear is named as if it were new."""
-    rewrite(patch, DeviceBlocks._epoch_behind, "if known != epoch:", "if known == -1:")
+    rewrite(patch, DeviceBlocks._epoch_behind, "if self._table.all_of(epoch, named) else _NO_EPOCH", "")
 
 
 @caught_by(f"{_MODEL}::test_nothing_of_before_a_clear_is_named")
@@ -142,7 +142,25 @@ def epoch_of_the_first_group_alone(patch: pytest.MonkeyPatch) -> None:
 @caught_by(f"{_GROUPS}::test_hit_inside_a_block_is_of_no_epoch_once_there_was_a_clear")
 def hit_inside_a_block_is_of_the_epoch_before_it(patch: pytest.MonkeyPatch) -> None:
     """A request that builds on a part of a block from before a clear counts as new."""
-    rewrite(patch, DeviceBlocks._begin, "epoch != self._first_epoch", "not epoch")
+    rewrite(patch, DeviceBlocks._is_known, "epoch != self._first_epoch", "not epoch")
+
+
+@caught_by(f"{_MODEL}::test_nothing_is_named_that_builds_on_a_block_of_before_a_clear_in_front_of_a_new_one")
+def epoch_of_the_last_block_alone(patch: pytest.MonkeyPatch) -> None:
+    """A request builds on a block from before a clear in front of a new one, and what it computes counts as new."""
+    rewrite(patch, DeviceBlocks._epoch_behind, "all_of(epoch, named)", "all_of(epoch, named[-1:])")
+
+
+@caught_by(f"{_MODEL}::test_request_that_was_taken_back_is_not_named")
+def request_that_was_taken_back_is_named(patch: pytest.MonkeyPatch) -> None:
+    """A state of a token that its request has no more is named as one without it."""
+    rewrite(patch, DeviceBlocks._is_known, " and new.request not in self._requests", "")
+
+
+@caught_by(f"{_GROUPS}::test_blocks_that_never_get_a_hash_are_looked_at_until_their_step_is_over")
+def blocks_without_a_hash_are_looked_at_at_each_step(patch: pytest.MonkeyPatch) -> None:
+    """A request that decodes in a window costs the scheduler's thread a look at all its blocks at each step."""
+    rewrite(patch, DeviceBlocks._look, "self._over >= request.full_step", "self._over < 0")
 
 
 @caught_by(f"{_GROUPS}::test_part_of_a_block_is_not_named")

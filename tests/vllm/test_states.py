@@ -13,7 +13,7 @@ from tests.project.source_tree import ROOT
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE, random_tokens
 from tests.vllm.engine_runs import Answer, EngineRuns, engine_runs
-from tests.vllm.server import interpreter
+from tests.vllm.server import environment, interpreter
 from tests.vllm.test_hybrid import PREFETCH_THRESHOLD_BLOCKS, PROMPTS, SHARED, assert_same
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -115,6 +115,35 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
     assert_same(cold, expected[longest : longest + 1])
     assert cached(cold) == hits[longest : longest + 1]
     daemon.until_idle()
+
+
+#: Checks groups of states as vLLM describes them.
+CHECKS = """
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
+from kvcached_client.vllm.groups import check_states
+
+def states(checkpoints):
+    return MambaSpec(
+        block_size=64, shapes=((2, 3),), dtypes=(torch.float32,), mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=checkpoints,
+    )
+
+check_states([states(0)], 16)
+check_states([states(1)], 64)
+try:
+    check_states([states(1)], 16)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_states_in_the_middle_of_a_step_are_refused_where_hashes_are_finer_than_blocks() -> None:
+    """VLLM then takes the state at which such a step begins for that at the end of its block."""
+    done = subprocess.run(
+        [interpreter(), "-P", "-c", CHECKS], env=environment(None), capture_output=True, text=True, check=True
+    )
+    assert "leave out --prefix-match-unit" in done.stdout.splitlines()[-1]
 
 
 def test_prompts_that_part_share_the_states_where_they_part(

@@ -59,14 +59,17 @@ class Engine:
         assert taken is not None
         return self.scheduled(request, name, taken, local=local)
 
-    def scheduled(self, request: str, name: str, taken: list[int], *, local: int = 0) -> list[int]:
-        """A step with a new request."""
+    def scheduled(
+        self, request: str, name: str, taken: list[int], *, local: int = 0, is_preempted: bool = False
+    ) -> list[int]:
+        """A step with a request that begins, or begins again after it has lost its blocks."""
         for depth, block in enumerate(taken):
             if depth >= local:
                 self.pool.remember(block, f"{name} {depth}".encode(), (depth + 1) * BLOCK)
         self.pool.tables[request] = [taken]
         self.device.allocated(request, is_loading=False)
         step: Any = FakeStep([New(request, (taken,), local * BLOCK)], Cached(), {request: len(taken) * BLOCK})
+        step.preempted_req_ids = {request} if is_preempted else None
         self.number = self.device.step(step)
         return taken
 
@@ -167,9 +170,33 @@ def test_block_whose_hash_comes_with_the_output_is_named() -> None:
     engine.device.computed(engine.device._number)
     assert sorted(engine.named()) == [b"a 0", b"a 1"]
     engine.pool.touch([engine.pool.blocks[block] for block in blocks])
-    engine.scheduled("a", "a", [*blocks, *(engine.pool.take(1) or ())], local=2)
+    engine.scheduled("a", "a", [*blocks, *(engine.pool.take(1) or ())], local=2, is_preempted=True)
     engine.device.computed(engine.number)
     assert sorted(engine.named()) == [b"a 0", b"a 1", b"a 2"]
+
+
+def test_request_that_was_taken_back_is_not_named() -> None:
+    """A session that goes on with another input may have a state of a token that it has not: nothing builds on that."""
+    engine = Engine(Remains(20))
+    blocks = engine.prefill("a", "a", 2)
+    engine.device.computed(engine.number)
+    engine.scheduled("a", "a", [*blocks, *(engine.pool.take(1) or ())], local=2)
+    engine.device.computed(engine.number)
+    assert sorted(engine.named()) == [b"a 0", b"a 1"]
+
+
+def test_nothing_is_named_that_builds_on_a_block_of_before_a_clear_in_front_of_a_new_one() -> None:
+    """VLLM may find a block of before a clear, and behind it one that another request has computed since."""
+    engine = Engine(Remains(20))
+    old = engine.prefill("a", "a", 1)
+    engine.device.computed(engine.number)
+    engine.table.new_epoch()
+    new = engine.prefill("b", "a", 2)
+    engine.device.computed(engine.number)
+    assert sorted(engine.named()) == [b"a 0", b"a 1"]
+    engine.scheduled("c", "a", [*old, new[1], *(engine.pool.take(1) or ())], local=2)
+    engine.device.computed(engine.number)
+    assert sorted(engine.named()) == [b"a 0", b"a 1"]
 
 
 def test_adopted_blocks_are_reused_in_the_order_of_their_use() -> None:

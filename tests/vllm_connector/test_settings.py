@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,10 @@ def test_wrong_keys_and_values_are_refused(extra: dict[str, object], words: str)
         (
             {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
             "vLLM cannot free it to sleep: set no --enable-sleep-mode",
+        ),
+        (
+            {"use_v2_model_runner": True, "kernel_config": SimpleNamespace(enable_jit_warmup=True)},
+            "set --kernel-config.enable_jit_warmup=False",
         ),
         ({"cache_config__enable_prefix_caching": False}, "prefix caching is off"),
         ({"speculative_config": object()}, "speculative decoding"),

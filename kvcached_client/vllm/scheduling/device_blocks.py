@@ -45,12 +45,17 @@ class _Request:
         epoch: of its blocks.
         tokens: that are computed after its last step.
         due: with how many tokens one of its groups has a full block that is not noted.
+        full_tokens: that are computed after step `full_step`. When the step's output is known, blocks of several groups
+            that are full with these tokens have a hash, or never get one.
+        full_step: number of that step; 0 = none.
     """
 
     noted: list[int]
     epoch: int
     tokens: int
     due: int = 0
+    full_tokens: int = 0
+    full_step: int = 0
 
 
 class _New(NamedTuple):
@@ -97,8 +102,9 @@ class DeviceBlocks:
         self._loading: dict[str, _Loading] = {}
         self._behind: dict[str, _Request] = {}  #: requests that have a full block, of which the hash is to come
         self._filled: dict[int, _Filled] = {}  #: by block, in the order of their steps
-        self._first_epoch = _NO_EPOCH  #: the table's at the first step
+        self._first_epoch = _NO_EPOCH  #: the table's when vLLM began with it
         self._number = self._computed = 0  #: the last step, and the last one that all ranks have computed
+        self._over = 0  #: the last step of which vLLM has processed the output
         self._is_stopped = False
         self._stamp = 1
 
@@ -107,6 +113,7 @@ class DeviceBlocks:
 
         Blocks without a name are used before them, then those that were used longest ago; of a chain, its end first.
         """
+        self._first_epoch = self._table.epoch
         rows = [row for row in self._table.rows() if 0 < row.block < len(self._pool.blocks)]
         kept = {row.block for row in rows}
         for block in range(self._table.blocks):
@@ -140,6 +147,9 @@ class DeviceBlocks:
         self._number += 1
         if self._first_epoch == _NO_EPOCH:
             self._first_epoch = self._table.epoch
+        for request_id in step.preempted_req_ids or ():
+            self._requests.pop(request_id, None)
+            self._behind.pop(request_id, None)
         cached = step.scheduled_cached_reqs
         beginning = [
             _New(new.req_id, new.num_computed_tokens, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
@@ -158,6 +168,7 @@ class DeviceBlocks:
 
     def step_over(self) -> None:
         """Note blocks that got their hash with a step's output: the next decision may take them from their request."""
+        self._over = min(self._over + 1, self._number)
         for request_id, request in list(self._behind.items()):
             self._look(request_id, request)
 
@@ -215,7 +226,7 @@ class DeviceBlocks:
         loading, tables = self._loading.get(new.request), self._tables(new.request)
         local = [new.computed_tokens // size for size in self._block_sizes] if loading is None else loading.local
         epoch = self._epoch_behind(tables, local) if loading is None else loading.epoch
-        if loading is None and epoch != self._first_epoch and any(map(new.computed_tokens.__mod__, self._block_sizes)):
+        if loading is None and new.computed_tokens and not self._is_known(new, epoch):
             epoch = _NO_EPOCH
         if epoch == _NO_EPOCH and not is_last:
             return False
@@ -228,24 +239,42 @@ class DeviceBlocks:
     def _look(self, request_id: str, request: _Request) -> None:
         """Note what there is to note of a request now, and whether more is to come without another step."""
         self._note(request, self._tables(request_id))
+        if request.full_step and self._over >= request.full_step:
+            full = [request.full_tokens // size for size in self._block_sizes]
+            request.noted = list(map(max, request.noted, full))
+            request.full_step = 0
         request.due = min((noted + 1) * size for noted, size in zip(request.noted, self._block_sizes, strict=True))
-        if request.tokens >= request.due:
-            self._behind[request_id] = request
-        else:
+        if request.tokens < request.due:
             self._behind.pop(request_id, None)
+            return
+        self._behind[request_id] = request
+        if len(self._block_sizes) > 1 and not request.full_step:
+            request.full_tokens, request.full_step = request.tokens, self._number
+
+    def _is_known(self, new: _New, epoch: int) -> bool:
+        """Whether all that a request builds on, of which the blocks are of an epoch, is known.
+
+        A part of a block is not, once there was a clear. Nor is what a request has that was taken back a token, as
+        sessions are which go on with another input: a state may hold that token.
+        """
+        is_inside = any(map(new.computed_tokens.__mod__, self._block_sizes))
+        return not (is_inside and epoch != self._first_epoch) and new.request not in self._requests
 
     def _epoch_behind(self, tables: Tables, counts: Sequence[int]) -> int:
-        """The epoch of what is computed from the first blocks of each group."""
-        epoch = self._table.epoch
+        """The epoch of what is computed from the first blocks of each group: the present one, or none.
+
+        All of them count. After a clear vLLM may find blocks of before it in front of one that was computed since.
+        """
+        epoch, named = self._table.epoch, []
         for blocks, count in zip(tables, counts, strict=True):
-            last = blocks[count - 1].block_id if count else _NULL_BLOCK
-            if last == _NULL_BLOCK:
-                continue
-            filled = self._filled.get(last)
-            known = self._table.epoch_of(last) if filled is None else filled.row.epoch
-            if known != epoch:
-                return _NO_EPOCH
-        return epoch
+            for number in _numbers(blocks[:count]):
+                if number == _NULL_BLOCK:
+                    continue
+                if (filled := self._filled.get(number)) is None:
+                    named.append(number)
+                elif filled.row.epoch != epoch:
+                    return _NO_EPOCH
+        return epoch if self._table.all_of(epoch, named) else _NO_EPOCH
 
     def _note(self, request: _Request, tables: Tables) -> None:
         """Note blocks that have a hash by now: they are full after this step at the latest.
