@@ -283,6 +283,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: VllmObject) -> None:
         """Accept a request that has arrived."""
+        if self._device is not None:
+            self._device.arrived(request.request_id)
         self._of_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: VllmObject, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -341,9 +343,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[VllmObject]:
         """Events of blocks that are in the host pool, or no longer. vLLM publishes them if it publishes its own."""
-        if self._scheduler is None:
-            return ()
-        return cache_events(self._scheduler.announcements.take(), self._vllm_config.cache_config.block_size)
+        block_size = self._vllm_config.cache_config.block_size
+        return () if self._scheduler is None else cache_events(self._scheduler.announcements.take(), block_size)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 
@@ -356,15 +357,14 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is not None and self._pages is not None:
             counts = self._worker.take_counts()
             return None if counts is None else worker_stats(counts, self._pages.block_bytes)
-        if self._scheduler is None:
+        if (scheduler := self._scheduler) is None:
             return None
-        self._scheduler.step_over()
+        scheduler.step_over()
         if self._device is not None:
             self._device.step_over()
-        skipped, late = self._scheduler.take_skipped(), self._scheduler.take_late()
-        wishes = self._scheduler.take_wishes()
+        skipped, late, wishes = scheduler.take_skipped(), scheduler.take_late(), scheduler.take_wishes()
         state = scheduler_state(
-            is_up=self._scheduler.session is not None, prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s
+            is_up=scheduler.session is not None, prefill_tokens_per_s=scheduler.prefill_tokens_per_s
         )
         if state == self._told and not (skipped or late or any(wishes)):
             return None

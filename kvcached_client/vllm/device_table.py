@@ -98,6 +98,10 @@ class DeviceTable:
             self._is_identified = True
         return self._blocks.step(step)
 
+    def arrived(self, request_id: str) -> None:
+        """See `DeviceBlocks.arrived`."""
+        self._blocks.arrived(request_id)
+
     def allocated(self, request_id: str, *, is_loading: bool) -> None:
         """See `DeviceBlocks.allocated`."""
         self._blocks.allocated(request_id, is_loading=is_loading)

@@ -62,6 +62,12 @@ def vllm_failed_load_goes_on_with_its_lease(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, SchedulerSide._recompute, "self._leases.release(tracked)", "pass")
 
 
+@caught_by("tests/vllm_connector/test_groups.py::test_lost_blocks_are_not_replaced_by_others")
+def vllm_blocks_of_a_group_taken_for_a_chain(patch: pytest.MonkeyPatch) -> None:
+    """What the daemon has lost of a chain is stored again from the blocks of the first group alone."""
+    rewrite(patch, Chains.own_blocks, "[] if self.is_grouped else ", "")
+
+
 @caught_by("tests/vllm_connector/test_groups.py::test_less_than_a_unit_is_no_hit")
 def vllm_hit_of_a_part_of_a_unit(patch: pytest.MonkeyPatch) -> None:
     """A hit counts where one group has blocks and another has not."""

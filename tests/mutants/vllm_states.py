@@ -89,3 +89,15 @@ def vllm_late_branch_kept(patch: pytest.MonkeyPatch) -> None:
 def vllm_states_outlive_a_preemption(patch: pytest.MonkeyPatch) -> None:
     """States of a request that has lost its blocks wait for blocks that nobody stores."""
     rewrite(patch, SchedulerSide._start_over, "forget_kept", "drop_kept")
+
+
+@caught_by(_SCHEDULER + "test_vllm_waits_for_no_states_of_a_request_that_waits_for_vllm")
+def vllm_waits_for_its_own_request(patch: pytest.MonkeyPatch) -> None:
+    """VLLM preempts nobody because states wait for blocks of a request that waits for room: nothing goes on."""
+    rewrite(patch, WaitingStates.frees_soon, "return any(", "return bool(self) or any(")
+
+
+@caught_by(_SCHEDULER + "test_lost_session_leaves_no_states")
+def vllm_states_outlive_their_session(patch: pytest.MonkeyPatch) -> None:
+    """States wait for a store of blocks that are not held any more."""
+    rewrite(patch, StoreQueue.lose, "forget_kept", "drop_kept")

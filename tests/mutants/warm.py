@@ -185,3 +185,9 @@ def block_of_a_window_is_adopted_in_another_group(patch: pytest.MonkeyPatch) -> 
 def hash_of_an_output_is_seen_with_the_next_step(patch: pytest.MonkeyPatch) -> None:
     """A request that loses its blocks meanwhile leaves one without a name, and nothing is named that builds on it."""
     rewrite(patch, DeviceBlocks.step_over, "self._look(request_id, request)", "pass")
+
+
+@caught_by(f"{_MODEL}::test_loaded_blocks_of_before_a_clear_are_not_named")
+def loaded_blocks_of_before_a_clear_are_named(patch: pytest.MonkeyPatch) -> None:
+    """A load that was found before a clear, and ordered after it, is named as if it had been computed since."""
+    rewrite(patch, DeviceBlocks.allocated, "self._arrived.get(request_id) != epoch", "False")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -40,9 +41,10 @@ SPEC = NamespaceSpec(b"n" * 32, "mini", BLOCK, 2, 4)
 class MiniDaemon:
     """One run of a daemon; a restart is another one."""
 
-    def __init__(self, rng: random.Random, *, slabs: int) -> None:
+    def __init__(self, rng: random.Random, *, slabs: int, block_size: int = BLOCK) -> None:
         self.cache = Cache([], epoch=1, session_ttl_ms=1000, host_slabs=slabs, namespaces_max=1)
         self.core = self.cache.offload
+        self.spec = replace(SPEC, block_size=block_size)
         self.memory: list[dict[int, Stored]] = [{} for _ in range(SPEC.shards)]
         self.is_dead = False
         self.is_slow = False
@@ -131,7 +133,7 @@ class MiniClient:
         if daemon.is_dead:
             _gone()
         self.daemon = daemon
-        self.id = daemon.cache.open_offload(SPEC, now_ms).id
+        self.id = daemon.cache.open_offload(daemon.spec, now_ms).id
         self.session = SessionGrant(id=self.id, token=bytes(32), run_dir="/run/kvcached")
 
     @property
@@ -169,6 +171,9 @@ class MiniClient:
     def listen(self, wake: int, timeout_s: float) -> bool:
         return True
 
+    def begin_match(self, keys: bytes, tokens: int, *, full: bool) -> MiniAsked:
+        return MiniAsked(lambda: self.match(keys, tokens, full=full))
+
     def begin_acquire(self, request: str, keys: bytes, tokens: int, **options: Any) -> MiniAsked:
         return MiniAsked(lambda: self.acquire(request, keys, tokens, **options))
 
@@ -177,6 +182,10 @@ class MiniClient:
 
     def begin_prepare_stores(self, offers: Sequence[Offered], releases: Sequence[LeaseId]) -> MiniAsked:
         return MiniAsked(lambda: self.prepare_stores(offers, releases))
+
+    def match(self, keys: bytes, tokens: int, *, full: bool) -> int:
+        self._check()
+        return self.daemon.core.match(self.id, keys, tokens, full=full)
 
     def prepare_load(self, lease: LeaseId, start: int, blocks: int) -> PreparedLoad:
         self._check()

@@ -210,7 +210,7 @@ class MiniHybrid:
             budget -= count
             live.state = "running"
             self.running.append(live)
-            step.scheduled_new_reqs.append(New(live.name, ([], []), computed))
+            step.scheduled_new_reqs.append(New(live.name, tuple(map(list, live.tables)), computed))
             self._note_work(step, work, live, count)
         self.waiting.extendleft(reversed(skipped))
 

@@ -143,6 +143,7 @@ def test_loaded_blocks_are_named() -> None:
     taken = engine.pool.take(4)
     assert taken is not None
     engine.pool.tables["a"] = [taken]
+    engine.device.arrived("a")
     engine.device.allocated("a", is_loading=True)
     for depth, block in enumerate(taken[:3]):
         engine.pool.remember(block, f"a {depth}".encode(), (depth + 1) * BLOCK)
@@ -153,6 +154,23 @@ def test_loaded_blocks_are_named() -> None:
     assert sorted(engine.named()) == [b"a 0", b"a 1", b"a 2"]
     engine.device.forget({taken[1]})
     assert sorted(engine.named()) == [b"a 0", b"a 2"]
+
+
+def test_loaded_blocks_of_before_a_clear_are_not_named() -> None:
+    """A request that arrived before a clear may load what the daemon found before it."""
+    engine = Engine(Remains(20))
+    engine.device.arrived("a")
+    engine.table.new_epoch()
+    taken = engine.pool.take(2)
+    assert taken is not None
+    engine.pool.tables["a"] = [taken]
+    engine.device.allocated("a", is_loading=True)
+    engine.pool.remember(taken[0], b"a 0", BLOCK)
+    engine.device.allocated("a", is_loading=False)
+    step: Any = FakeStep([New("a", (taken,), BLOCK)], Cached(), {"a": BLOCK})
+    engine.pool.remember(taken[1], b"a 1", 2 * BLOCK)
+    engine.device.computed(engine.device.step(step))
+    assert engine.named() == []
 
 
 def test_block_whose_hash_comes_with_the_output_is_named() -> None:

@@ -169,7 +169,7 @@ def test_lost_blocks_are_not_replaced_by_others() -> None:
     """If the daemon asks for blocks before the offer, it gets none: vLLM may not have them any more."""
     rig = GroupsRig()
     request = rig.begin("r", 2, hit=3)
-    rig.run_new(request, [], 0, 2 * UNIT_TOKENS)
+    rig.run_new(request, rig.tables["r"][0], 0, 2 * UNIT_TOKENS)
     rig.plan(pieces=[(1, 1), (3, 3)])
     assert not rig.idle().stores
     assert rig.link.taken(DropStore)

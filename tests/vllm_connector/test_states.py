@@ -295,6 +295,32 @@ def test_states_without_room_are_not_stored() -> None:
     assert rig.side.take_skipped() == len(STATES)
 
 
+def test_vllm_waits_for_no_states_of_a_request_that_waits_for_vllm() -> None:
+    """While states wait for further blocks of their request, vLLM may preempt; it waits where they will be stored."""
+    rig = StatesRig()
+    request = rig.begin("r", 4)
+    rig.compute(request, 4, {})
+    rig.plan()
+    rig.report(rig.idle())
+    request.append(*range(BLOCK))
+    rig.compute(request, 1, {5: (301, 302)})
+    assert rig.held == [rig.tables["r"][4], 301, 302]
+    assert not rig.side.frees_soon
+    rig.finish(request, [])
+    assert rig.side.frees_soon
+
+
+def test_lost_session_leaves_no_states() -> None:
+    """States of a session that is over are freed with the blocks before them."""
+    rig = StatesRig()
+    request = rig.begin("r", 4)
+    rig.compute(request, 4, {4: (301, 302)})
+    rig.lose()
+    rig.unplan()
+    rig.idle()
+    assert (rig.held, rig.side.is_busy) == ([], False)
+
+
 def test_preempted_request_keeps_no_states() -> None:
     """A request that loses its blocks before they are stored leaves no states behind them."""
     rig = StatesRig()

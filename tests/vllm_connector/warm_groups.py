@@ -11,8 +11,8 @@ from tests.vllm_connector.mini_daemon import BLOCK
 from tests.vllm_connector.mini_hybrid import SHARDS, MiniHybrid, Sampled, Work, hash_in_group
 from tests.vllm_connector.mini_parts import Pool
 from tests.vllm_connector.mini_states import SIZES, ListedStates
+from tests.vllm_connector.mini_world import GroupsWorld
 from tests.vllm_connector.rig import FakeRequest
-from tests.vllm_connector.test_simulation import GroupsWorld
 from tests.vllm_connector.warm_world import Remains, TellingSide, WarmWorld, WatchedPool
 
 

@@ -18,8 +18,8 @@ from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 from tests.vllm_connector.mini_daemon import BLOCK
 from tests.vllm_connector.mini_parts import Block, Pool, kv_of
 from tests.vllm_connector.mini_vllm import SHARDS, MiniVllm
+from tests.vllm_connector.mini_world import World
 from tests.vllm_connector.rig import FakeRequest, FakeStep, hashes_of
-from tests.vllm_connector.test_simulation import World
 
 STEPS_MAX = 300
 LIVES = 6
@@ -202,6 +202,10 @@ class TellingSide:
             self._world.remains.loading(block)
         self._side.allocated(request, tables, external_tokens)
 
+    def on_new_request(self, request: FakeRequest) -> None:
+        self._world.device.arrived(request.request_id)
+        self._side.on_new_request(request)
+
     def step_over(self) -> None:
         self._world.device.step_over()
         self._side.step_over()
@@ -301,8 +305,7 @@ class WarmWorld(World):
             self.seen["killed inside"] += 1
         for live in self.vllm.by_name.values():
             self.remains.note(live.request)
-        for name, (prompt, wanted, output) in self.vllm.outputs.items():
-            assert output == self.expected(prompt, wanted), f"{name} got another output than computed"
+        self.check_outputs()
 
 
 def lives(seed: int, world_of: Callable[[int, Any], WarmWorld], remains: Remains) -> Counter[str]:

@@ -199,6 +199,10 @@ class Chains:
         states = chain.of_states(units) if isinstance(chain, GroupKeys) else []
         return [*chain[: units * self.unit_blocks], *states]
 
+    def own_blocks(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """The ids of blocks that are a request's as long as it runs; with several groups there is no such list."""
+        return [] if self.is_grouped else list(tables[0])
+
     def state_blocks(self, tables: Sequence[Sequence[int]], units: int) -> list[int]:
         """The ids of the blocks that hold the states behind so many units.
 

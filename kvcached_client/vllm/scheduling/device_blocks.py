@@ -98,6 +98,7 @@ class DeviceBlocks:
         self._pool = pool
         self._block_sizes = block_sizes
         self._tables = tables
+        self._arrived: dict[str, int] = {}  #: in which epoch of the table
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
         self._behind: dict[str, _Request] = {}  #: requests that have a full block, of which the hash is to come
@@ -127,15 +128,22 @@ class DeviceBlocks:
         self._stamp = max((row.stamp for row in rows), default=0) + 1
         return len(rows)
 
+    def arrived(self, request_id: str) -> None:
+        """Note a new request: from now on the daemon may find blocks to load for it."""
+        self._arrived[request_id] = self._table.epoch
+
     def allocated(self, request_id: str, *, is_loading: bool) -> None:
         """Note that a request has got blocks, and whether some are to be loaded: those without a hash.
 
-        vLLM calls this again, with more blocks, when they are loaded; after a failure it may be with others.
+        vLLM calls this again, with more blocks, when they are loaded; after a failure it may be with others. What is
+        loaded is of no epoch if there was a clear since the request arrived: it may have been found before.
         """
         tables = self._tables(request_id)
         if is_loading:
             local = [_known(blocks) for blocks in tables]
             epoch = self._epoch_behind(tables, local)
+            if self._arrived.get(request_id) != epoch:
+                epoch = _NO_EPOCH
             self._loading[request_id] = _Loading([_numbers(blocks) for blocks in tables], local, epoch)
         elif (loading := self._loading.get(request_id)) and any(
             before != _numbers(blocks[: len(before)]) for before, blocks in zip(loading.blocks, tables, strict=True)
@@ -194,6 +202,7 @@ class DeviceBlocks:
     def finished(self, request_id: str) -> None:
         """Note the end of a request, before vLLM frees its blocks: they are used last of all."""
         tables = self._tables(request_id)
+        self._arrived.pop(request_id, None)
         request = self._requests.pop(request_id, None)
         self._behind.pop(request_id, None)
         if (loading := self._loading.pop(request_id, None)) is not None:

@@ -320,7 +320,7 @@ class SchedulerSide:
         scheduled, chains = step.num_scheduled_tokens, self._chains
         for new in step.scheduled_new_reqs:
             if (tracked := self._by_id.get(new.req_id)) is not None:
-                tracked.block_ids = list(new.block_ids[0])
+                tracked.block_ids = chains.own_blocks(new.block_ids)
                 self._fill(tracked, new.num_computed_tokens + scheduled[new.req_id])
         cached = step.scheduled_cached_reqs
         for request_id, added, computed in zip(
@@ -330,9 +330,9 @@ class SchedulerSide:
                 continue
             if added is not None:
                 if request_id in cached.resumed_req_ids:
-                    tracked.block_ids = list(added[0])
+                    tracked.block_ids = chains.own_blocks(added)
                 else:
-                    tracked.block_ids += added[0]
+                    tracked.block_ids += chains.own_blocks(added)
             end = computed + scheduled[request_id]
             if end >= (tracked.full // chains.unit_blocks + 1) * chains.unit_tokens:
                 self._fill(tracked, end)

@@ -58,11 +58,15 @@ class WaitingStates:
         ready = [
             state
             for state, tracked in self._computed_by.items()
-            if (tracked.is_finished or tracked.offered >= state.parting_start) and not is_storing(tracked)
+            if _is_offered(state, tracked) and not is_storing(tracked)
         ]
         for state in ready:
             del self._computed_by[state]
         return ready
+
+    def frees_soon(self, is_storing: Callable[[RequestState], bool]) -> bool:
+        """Whether some of them are ready, or may be when a store ends: without a further step of their request."""
+        return any(_is_offered(state, tracked) or is_storing(tracked) for state, tracked in self._computed_by.items())
 
     def has_any_of(self, tracked: RequestState) -> bool:
         """Whether states of a request wait."""
@@ -74,3 +78,8 @@ class WaitingStates:
         for state in found:
             del self._computed_by[state]
         return found
+
+
+def _is_offered(state: RequestState, tracked: RequestState) -> bool:
+    """Whether the blocks before states have been offered, or never will be."""
+    return tracked.is_finished or tracked.offered >= state.parting_start

@@ -65,8 +65,13 @@ class StoreQueue:
 
     @property
     def frees_soon(self) -> bool:
-        """Whether the end of a store frees blocks that no request holds."""
-        return self._stores.frees_soon or (self._chains.is_grouped and self.is_busy)
+        """Whether the end of a store frees blocks that no request holds.
+
+        vLLM then preempts nobody, so nothing counts here that waits for a further step of a request.
+        """
+        if not self._chains.is_grouped:
+            return self._stores.frees_soon
+        return bool(self._stores or self._parting) or self._states.frees_soon(self._is_storing)
 
     def keep(self, tracked: RequestState, full: int) -> int:
         """Hold the blocks of a request with several groups until their offer: vLLM may free them with the next step.
@@ -222,7 +227,7 @@ class StoreQueue:
             if tracked.session == session and tracked.lease is not None:
                 tracked.forget_lease()
                 if not tracked.is_finished:
-                    self.drop_kept(tracked)
+                    self.forget_kept(tracked)
                 tracked.is_asked = tracked.is_asked and not tracked.wants_load
 
     def _put_aside(self, tracked: RequestState) -> None:
