@@ -23,9 +23,7 @@ from unittest import mock
 
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 from kvcached_client.vllm.scheduling.stores import Stores
-from tests.vllm.scheduler.engine import write_model
-from tests.vllm.scheduler.model import Layers, Model
-from tests.vllm.scheduler.world import Remains, SchedulerWorld
+from tests.vllm.scheduler.model import Layers, Model, write_config
 
 LIVES = 6
 #: Things that happen in a life, at most.
@@ -82,7 +80,7 @@ def main() -> int:
     seeds = range(*options.seeds)
     is_right = True
     with tempfile.TemporaryDirectory() as folder:
-        config = write_model(Path(folder))
+        config = write_config(Path(folder))
         for kind in options.kinds:
             is_right &= not tell(kind, kind, config, seeds, nullcontext())
         for fault in options.faults:
@@ -110,6 +108,8 @@ def tell(name: str, kind: str, config: Path, seeds: range, mistake: AbstractCont
 
 def run(kind: str, config: Path, seed: int, seen: Counter[str]) -> None:
     """Engines on the same memory, one after the other, each of which is killed; the last one answers everything."""
+    from tests.vllm.scheduler.world import Remains, SchedulerWorld  # noqa: PLC0415 - needs vLLM
+
     remains = Remains(Model(KINDS[kind]), random.Random(seed).choice(BLOCKS))
     for life in range(LIVES + 1):
         world = SchedulerWorld(seed * 1000 + life, config, remains)

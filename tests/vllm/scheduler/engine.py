@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,11 +40,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_client.vllm.messages import KvcachedReport
 from kvcached_client.vllm.orders import StepOrders
-from tests.vllm.scheduler.model import OUTDATED, VOCABULARY, Blocks, Layers, Memory, Model
+from tests.vllm.scheduler.model import MAX_TOKENS, OUTDATED, Blocks, Layers, Memory, Model
 
 SHARDS = 2
 MAX_RUNNING = 5
-MAX_TOKENS = 256
 STEP_TOKENS = 24
 _HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
@@ -65,18 +63,6 @@ def spec_of(layers: Layers) -> KVCacheSpec:
             return MambaSpec(
                 block_size=layers.block, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
             )
-
-
-def write_model(folder: Path) -> Path:
-    """The configuration of a model, which vLLM asks for."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": VOCABULARY,
-        "max_position_embeddings": MAX_TOKENS, "torch_dtype": "float32",
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def config_of(model: Path, layers: Sequence[Layers], blocks: int, *, is_async: bool) -> VllmConfig:

@@ -7,12 +7,16 @@ says in which epoch it was computed, too: the earliest of all that went into it.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 #: Tokens that there are.
 VOCABULARY = 11
+#: Of a request.
+MAX_TOKENS = 256
 DIGEST_LENGTH = 8
 #: Digest and epoch.
 STATE_LENGTH = DIGEST_LENGTH + 4
@@ -130,3 +134,14 @@ def digest(token: int, shard: int, seen: Sequence[str]) -> str:
 def next_token(digests: Sequence[str]) -> int:
     """What the model samples."""
     return int(digest(0, 0, digests), 16) % VOCABULARY
+
+
+def write_config(folder: Path) -> Path:
+    """Write what vLLM asks of a model into a folder, which is returned."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_TOKENS, "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
