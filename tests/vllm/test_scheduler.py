@@ -41,11 +41,14 @@ def told() -> dict[str, dict[str, Any]]:
         "windows",
         "windows in larger blocks",
         "full attention in larger blocks",
+        "windows only",
         "chunks",
         "states",
         "two groups of states",
         "states in larger blocks",
         "states and windows",
+        "states kept inside a step",
+        "hits inside blocks of states",
     ],
 )
 def test_everything_goes_wrong_in_vllms_own_scheduler(told: dict[str, dict[str, Any]], kind: str) -> None:

@@ -32,15 +32,18 @@ BLOCKS = (30, 60, 120)
 WINDOW = 11
 
 KINDS = {
-    "full attention": (Layers("full", 4),),
-    "windows": (Layers("full", 4), Layers("window", 4, WINDOW)),
-    "windows in larger blocks": (Layers("full", 4), Layers("window", 8, WINDOW)),
-    "full attention in larger blocks": (Layers("full", 8), Layers("window", 4, WINDOW)),
-    "chunks": (Layers("full", 4), Layers("chunk", 4, 16)),
-    "states": (Layers("full", 4), Layers("state", 4)),
-    "two groups of states": (Layers("full", 8), Layers("state", 8), Layers("state", 8)),
-    "states in larger blocks": (Layers("full", 4), Layers("state", 8)),
-    "states and windows": (Layers("full", 4), Layers("state", 8), Layers("window", 4, WINDOW)),
+    "full attention": Model([Layers("full", 4)]),
+    "windows": Model([Layers("full", 4), Layers("window", 4, WINDOW)]),
+    "windows in larger blocks": Model([Layers("full", 4), Layers("window", 8, WINDOW)]),
+    "full attention in larger blocks": Model([Layers("full", 8), Layers("window", 4, WINDOW)]),
+    "windows only": Model([Layers("window", 4, WINDOW)]),
+    "chunks": Model([Layers("full", 4), Layers("chunk", 4, 16)]),
+    "states": Model([Layers("full", 4), Layers("state", 4)]),
+    "two groups of states": Model([Layers("full", 8), Layers("state", 8), Layers("state", 8)]),
+    "states in larger blocks": Model([Layers("full", 4), Layers("state", 8)]),
+    "states and windows": Model([Layers("full", 4), Layers("state", 8), Layers("window", 4, WINDOW)]),
+    "states kept inside a step": Model([Layers("full", 4), Layers("state", 4, keeps_middle=True)]),
+    "hits inside blocks of states": Model([Layers("full", 8), Layers("state", 8)], match_unit=4),
 }
 
 _step = DeviceBlocks.step
@@ -110,7 +113,7 @@ def run(kind: str, config: Path, seed: int, seen: Counter[str]) -> None:
     """Engines on the same memory, one after the other, each of which is killed; the last one answers everything."""
     from tests.vllm.scheduler.world import Remains, SchedulerWorld  # noqa: PLC0415 - needs vLLM
 
-    remains = Remains(Model(KINDS[kind]), random.Random(seed).choice(BLOCKS))
+    remains = Remains(KINDS[kind], random.Random(seed).choice(BLOCKS))
     for life in range(LIVES + 1):
         world = SchedulerWorld(seed * 1000 + life, config, remains)
         try:

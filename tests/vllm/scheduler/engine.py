@@ -19,6 +19,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
@@ -61,16 +62,22 @@ def spec_of(layers: Layers) -> KVCacheSpec:
             return ChunkedLocalAttentionSpec(block_size=layers.block, attention_chunk_size=layers.reach, **_HEADS)
         case "state":
             return MambaSpec(
-                block_size=layers.block, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+                block_size=layers.block,
+                shapes=((4, 4),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+                num_prefill_checkpoint_blocks=int(layers.keeps_middle),
+                prefill_checkpoint_alignment=1 if layers.keeps_middle else None,
             )
 
 
-def config_of(model: Path, layers: Sequence[Layers], blocks: int, *, is_async: bool) -> VllmConfig:
+def config_of(folder: Path, model: Model, blocks: int, *, is_async: bool) -> VllmConfig:
     """VLLM's configuration."""
+    layers = model.groups
     states = [each.block for each in layers if each.kind == "state"]
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_TOKENS, enforce_eager=True
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_TOKENS, enforce_eager=True
         ),
         cache_config=CacheConfig(block_size=(states or [layers[0].block])[0], enable_prefix_caching=True),
         parallel_config=ParallelConfig(),
@@ -84,7 +91,7 @@ def config_of(model: Path, layers: Sequence[Layers], blocks: int, *, is_async: b
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="KvcachedConnector" if len(layers) == 1 else "KvcachedHybridConnector",
+            kv_connector="KvcachedHybridConnector" if model.is_grouped else "KvcachedConnector",
             kv_connector_module_path="kvcached_client.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
@@ -94,6 +101,7 @@ def config_of(model: Path, layers: Sequence[Layers], blocks: int, *, is_async: b
     config.parallel_config.tensor_parallel_size = SHARDS
     config.cache_config.block_size = (states or [layers[0].block])[0]
     config.cache_config.num_gpu_blocks = blocks
+    config.cache_config.prefix_match_unit = model.match_unit
     config.cache_config.mamba_cache_mode = "align"
     return config
 
@@ -131,8 +139,10 @@ class Workers:
     def __init__(
         self, model: Model, memory: list[Memory], *, epoch: Callable[[], int], instant: Callable[[], None]
     ) -> None:
-        self._model, self.memory, self._epoch, self._instant = model, memory, epoch, instant
+        self.model, self.memory, self._epoch, self._instant = model, memory, epoch, instant
         self._requests: dict[str, RunningRequest] = {}
+        #: The state that a pass keeps behind some of its tokens: behind how many, and in which block of the request.
+        self.kept_state: Callable[[int, int, Layers], tuple[int, int]] = lambda *_: (0, -1)
         self._state_at: dict[str, dict[int, int]] = {}  #: index of the block with the state, by request and group
 
     def compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
@@ -164,7 +174,7 @@ class Workers:
             request = self._requests[name]
             request.computed = computed
             if name in cached.resumed_req_ids:
-                request.tables = [[] for _ in self._model.groups]
+                request.tables = [[] for _ in self.model.groups]
                 request.tokens = list(cached.all_token_ids[name])
             for table, blocks in zip(request.tables, added or [[]] * len(request.tables), strict=True):
                 table.extend(blocks)
@@ -173,7 +183,7 @@ class Workers:
         """Copy states into the blocks in which this step goes on."""
         request = self._requests[name]
         places = self._state_at.setdefault(name, {})
-        for group, layers in enumerate(self._model.groups):
+        for group, layers in enumerate(self.model.groups):
             if layers.kind != "state":
                 continue
             before = places.get(group, (request.computed - 1) // layers.block)
@@ -181,15 +191,23 @@ class Workers:
             if before not in (-1, now):
                 self._instant()
                 for shard, memory in enumerate(self.memory):
-                    Blocks(self._model, memory, request.tables, shard).move_state(group, before, now)
+                    Blocks(self.model, memory, request.tables, shard).move_state(group, before, now)
 
     def _pass(self, request: RunningRequest, count: int) -> list[int]:
         stop = request.computed + count
-        shards = [Blocks(self._model, memory, request.tables, shard) for shard, memory in enumerate(self.memory)]
+        shards = [Blocks(self.model, memory, request.tables, shard) for shard, memory in enumerate(self.memory)]
+        kept = {
+            group: self.kept_state(stop, count, layers)
+            for group, layers in enumerate(self.model.groups)
+            if layers.keeps_middle
+        }
         for position in range(request.computed, stop):
             self._instant()
             for blocks in shards:
                 blocks.compute(request.tokens[position], position, stop, self._epoch())
+                for group, (tokens, column) in kept.items():
+                    if column >= 0 and position + 1 == request.computed + tokens:
+                        blocks.keep_state(group, column, stop)
         if stop < len(request.tokens):
             return []
         request.tokens.append(shards[0].sample(stop - 1, stop))
@@ -225,6 +243,7 @@ class OwnScheduler:
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
         self.workers = workers
+        workers.kept_state = self._kept_state
         self.depth = config.max_concurrent_batches
         self.flights: deque[Flight] = deque()
         self.outputs: dict[str, tuple[list[int], int, list[int]]] = {}
@@ -296,13 +315,23 @@ class OwnScheduler:
         self.loads_failed += len(told.failed_recving) + bool(told.invalid_block_ids)
         return set(told.finished_recving or ())
 
+    def _kept_state(self, stop: int, count: int, layers: Layers) -> tuple[int, int]:
+        """As vLLM's attention backends ask."""
+        alignment = self.manager.coordinator._cache_hit_alignment_tokens
+        told = compute_mamba_prefill_checkpoints(
+            [stop], [count], self.hash_tokens, layers.block, 1, drop_eagle_block=False,
+            cache_hit_alignment_tokens=alignment,
+        )  # fmt: skip
+        (tokens,), (column,) = told
+        return tokens, column
+
     def _connector_output(self, rank: int, report: Report) -> KVConnectorOutput:
         meta = None
         if report.stored or report.computed is not None:
             failed = {store for store, has_failed in report.stored.items() if has_failed}
             computed = {} if report.computed is None else {rank: report.computed}
             meta = KvcachedReport(dict.fromkeys(report.stored, 1), failed, computed)
-        is_grouped = len(self.workers._model.groups) > 1
+        is_grouped = self.workers.model.is_grouped
         return KVConnectorOutput(
             finished_recving=report.loaded or None,
             failed_recving=report.failed if is_grouped else set(),

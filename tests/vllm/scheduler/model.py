@@ -34,11 +34,13 @@ class Layers(NamedTuple):
         kind: which states of earlier tokens they see.
         block: tokens of a block.
         reach: tokens of a window, or of a chunk.
+        keeps_middle: whether the state inside a step is kept where a later request may continue, as Mamba 2 does.
     """
 
     kind: Literal["full", "window", "chunk", "state"]
     block: int
     reach: int = 0
+    keeps_middle: bool = False
 
     def seen_at(self, position: int) -> list[int]:
         """The positions whose states the one at a position is made of."""
@@ -52,11 +54,22 @@ class Layers(NamedTuple):
 
 
 class Model:
-    """The groups of its layers, and what it computes without a cache."""
+    """The groups of its layers, and what it computes without a cache.
 
-    def __init__(self, groups: Sequence[Layers]) -> None:
+    Args:
+        groups: as said.
+        match_unit: of how many tokens vLLM's hashes are; None = as vLLM decides.
+    """
+
+    def __init__(self, groups: Sequence[Layers], match_unit: int | None = None) -> None:
         self.groups = tuple(groups)
+        self.match_unit = match_unit
         self._digests = cache(self._compute)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether vLLM has more for it than one group that keeps all blocks."""
+        return [layers.kind for layers in self.groups] != ["full"]
 
     def digests(self, tokens: Sequence[int], shard: int) -> tuple[str, ...]:
         """The digests of the last token in each group."""
@@ -93,6 +106,12 @@ class Blocks:
         """Go on in another block of the request with a state."""
         table = self._tables[group]
         self._memory[table[target]] = list(self._memory.get(table[source], [OUTDATED]))
+
+    def keep_state(self, group: int, column: int, stop: int) -> None:
+        """Copy the state of the pass into another block of the request."""
+        block = self._tables[group][column]
+        if block != NULL_BLOCK:
+            self._memory[block] = list(self._cells(group, 0, stop)[0])
 
     def compute(self, token: int, position: int, stop: int, epoch: int) -> None:
         """The states of a token, in a pass that ends at `stop`."""

@@ -50,7 +50,6 @@ class Promises:
 
     def note(self, request: Any, hash_tokens: int) -> None:
         """Note the hashes of a request."""
-        is_single = len(self._model.groups) == 1
         tokens = tuple(request.all_token_ids)
         for index, block_hash in enumerate(request.block_hashes):
             end = (index + 1) * hash_tokens
@@ -58,7 +57,9 @@ class Promises:
                 if end % layers.block == 0:
                     promise = Promise(group, tokens[:end])
                     self.names[bytes(make_block_hash_with_group_id(block_hash, group))] = promise
-                    self.keys[bytes(block_hash[:16]) if is_single else group_key(block_hash, group)] = promise
+                    self.keys[group_key(block_hash, group) if self._model.is_grouped else bytes(block_hash[:16])] = (
+                        promise
+                    )
 
     def epoch(self, promise: Promise, states: Sequence[str], shard: int) -> int:
         """The earliest epoch of states, which must be as promised."""
@@ -131,7 +132,7 @@ class SchedulerWorld(World):
         is_async = rng.random() < 0.7
         remains = self.remains
         workers = Workers(remains.model, remains.memory, epoch=lambda: remains.epochs, instant=self.fuse.burn)
-        config = config_of(self.config, remains.model.groups, remains.blocks, is_async=is_async)
+        config = config_of(self.config, remains.model, remains.blocks, is_async=is_async)
         with (
             mock.patch.object(connector, "DaemonThread", return_value=self.link),
             mock.patch.object(connector, "SchedulerSide", partial(SchedulerSide, clock=lambda: self.now)),
