@@ -44,6 +44,7 @@ from kvcached_client.vllm.orders import StepOrders
 from tests.vllm.scheduler.model import MAX_TOKENS, OUTDATED, Blocks, Layers, Memory, Model
 
 SHARDS = 2
+_WAITING_SESSION = RequestStatus.WAITING_FOR_STREAMING_REQ
 MAX_RUNNING = 5
 STEP_TOKENS = 24
 _HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -262,10 +263,18 @@ class OwnScheduler:
         requests: dict[str, Request] = self.scheduler.requests
         return requests
 
-    def add(self, name: str, prompt: list[int], wanted: int, *, skip_reading: bool) -> None:
-        """A request arrives."""
+    def add(
+        self, name: str, prompt: list[int], wanted: int, *, skip_reading: bool = False, is_session: bool = False
+    ) -> None:
+        """A request arrives, or further input of a session; without it the session ends with what it has."""
         sampling = SamplingParams(max_tokens=wanted, ignore_eos=True, skip_reading_prefix_cache=skip_reading)
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, resumable=is_session)
+        self.scheduler.add_request(request)
+
+    @property
+    def sessions(self) -> list[str]:
+        """Sessions that wait for further input."""
+        return [name for name, request in self.by_name.items() if request.status is _WAITING_SESSION]
 
     def abort(self, name: str) -> None:
         """Its client has gone."""
@@ -306,11 +315,14 @@ class OwnScheduler:
             ]
         )
         living = {name: self.by_name[name] for name in names if name in self.by_name}
+        waiting = set(self.sessions)
         self.scheduler.update_from_output(flight.output, merged)
         for name, request in living.items():
-            if request.status is RequestStatus.FINISHED_LENGTH_CAPPED:
+            is_over = request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+            if is_over or (request.status is _WAITING_SESSION and name not in waiting):
                 prompt = list(request.prompt_token_ids)
-                self.outputs[name] = (prompt, request.max_tokens, list(request.output_token_ids))
+                answer = f"{name} to {len(prompt)} tokens"
+                self.outputs[answer] = (prompt, request.max_tokens, list(request.output_token_ids))
         told = merged.kv_connector_output
         self.loads_failed += len(told.failed_recving) + bool(told.invalid_block_ids)
         return set(told.finished_recving or ())

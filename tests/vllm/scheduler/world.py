@@ -22,10 +22,15 @@ from kvcached_client.vllm.orders import group_key
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from tests.vllm.scheduler.engine import SHARDS, OwnScheduler, Report, Workers, config_of
-from tests.vllm.scheduler.model import DIGEST_LENGTH, STATE_LENGTH, Memory, Model
+from tests.vllm.scheduler.model import DIGEST_LENGTH, STATE_LENGTH, VOCABULARY, Memory, Model
 from tests.vllm_connector.mini_daemon import MiniDaemon
 from tests.vllm_connector.mini_world import MiniWorker, World
 from tests.vllm_connector.warm_world import DyingTable, Fuse, Killed
+
+#: A session with more tokens ends.
+SESSION_TOKENS = 90
+#: Blocks beside which there is room for one.
+ROOMY = 60
 
 
 class Promise(NamedTuple):
@@ -124,7 +129,7 @@ class SchedulerWorld(World):
         self.prefixes = [[place * number % 7 for place in range(length)] for number, length in ((3, 20), (5, 43))]
         self.table = DyingTable(memoryview(remains.table), remains.blocks, self.fuse)
         self.adopted = self._open_table()
-        self.noted: dict[str, int] = {}
+        self.noted: dict[str, list[bytes]] = {}  #: the last hash of requests
         self.computed = [0] * SHARDS  #: the last step that each worker has reported
         remains.check(self.table.rows())
 
@@ -190,7 +195,17 @@ class SchedulerWorld(World):
         reports = [self._report(worker, flight.number) for worker in self.workers]
         self._note_hashes()
         self.seen["loads"] += len(vllm.update(flight, sampled, reports))
+        self._go_on()
         self._note_hashes()
+
+    def _go_on(self) -> None:
+        """Sessions get further input some time, or end."""
+        for name in self.vllm.sessions:
+            if self.rng.random() < 0.5:
+                goes_on = self.vllm.by_name[name].num_tokens < SESSION_TOKENS and self.rng.random() < 0.7
+                more = [self.rng.randrange(VOCABULARY) for _ in range(self.rng.randrange(1, 9))]
+                self.vllm.add(name, more, self.rng.randrange(1, 12), is_session=goes_on)
+                self.seen["sessions go on"] += goes_on
 
     def _report(self, worker: MiniWorker, number: int) -> Report:
         """What a worker says after a step: that it is computed, it may say later."""
@@ -202,9 +217,22 @@ class SchedulerWorld(World):
 
     def _note_hashes(self) -> None:
         for name, request in self.vllm.by_name.items():
-            if self.noted.get(name) != len(request.block_hashes):
-                self.noted[name] = len(request.block_hashes)
+            if self.noted.get(name) != request.block_hashes[-1:]:
+                self.noted[name] = request.block_hashes[-1:]
                 self.remains.promises.note(request, self.vllm.hash_tokens)
+
+    def arrive(self) -> None:
+        """Now and then a session: one, for those that wait hold blocks, and vLLM never takes them.
+
+        With states there is none: vLLM would go on with a state that has seen a token which it takes back.
+        """
+        has_states = any(layers.kind == "state" for layers in self.remains.model.groups)
+        has_session = any(request.resumable for request in self.vllm.by_name.values())
+        if not (has_states or has_session) and self.remains.blocks >= ROOMY and self.rng.random() < 0.3:
+            self.added += 1
+            self.vllm.add(f"r{self.added}", self.prompt(), self.rng.randrange(1, 12), is_session=True)
+        else:
+            super().arrive()
 
     def prompt(self) -> list[int]:
         """Half of the prompts were there before, in this life or an earlier one."""
