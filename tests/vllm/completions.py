@@ -64,15 +64,18 @@ class Completion:
 
     def distance(self, other: Completion) -> float:
         """The largest difference of a log-probability; infinite where the tokens differ."""
-        if self.tokens != other.tokens:
-            return float("inf")
-        pairs = zip(self.logprobs, other.logprobs, strict=True)
-        mine_and_others = [(dict(mine), dict(others)) for mine, others in pairs]
-        return max(
-            abs(mine[token] - others[token])
-            for mine, others in mine_and_others
-            for token in mine.keys() & others.keys()
-        )
+        return float("inf") if self.tokens != other.tokens else largest_difference(self.logprobs, other.logprobs)
+
+
+def largest_difference(
+    mine: Iterable[Iterable[tuple[Any, float]]], others: Iterable[Iterable[tuple[Any, float]]]
+) -> float:
+    """Of the log-probability of a token that both have at the same position."""
+    return max(
+        abs(here[token] - there[token])
+        for here, there in zip(map(dict, mine), map(dict, others), strict=True)
+        for token in here.keys() & there.keys()
+    )
 
 
 def complete(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.project.source_tree import ROOT
 from tests.vllm.cache_daemon import CacheDaemon
-from tests.vllm.completions import BLOCK_SIZE, random_tokens
+from tests.vllm.completions import BLOCK_SIZE, ROUNDING, largest_difference, random_tokens
 from tests.vllm.engine_runs import Answer, EngineRuns, engine_runs
 from tests.vllm.server import interpreter
 
@@ -31,7 +31,9 @@ ALONE = [[prompt] for prompt in PROMPTS]
 class Kind(NamedTuple):
     """A kind of engine: the model's family, options of vLLM, and tokens and blocks of which a hit is a multiple.
 
-    With few blocks it is patient: a quarter of them may be held, and what a slow daemon leaves is not stored.
+    With few blocks it is patient: a quarter of them may be held, and what a slow daemon leaves is not stored. It is not
+    exact where vLLM's kernels add in another order when a part of the prompt is there: on CPUs without AVX-512 they do
+    so for wide heads.
     """
 
     family: str
@@ -39,6 +41,7 @@ class Kind(NamedTuple):
     unit: int = BLOCK_SIZE
     blocks: int = 2
     is_patient: bool = False
+    is_exact: bool = True
 
     def hit(self, tokens: int) -> int:
         """The longest hit of a prompt of so many tokens: the last token is computed."""
@@ -52,7 +55,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "windows beside full attention": Kind("gemma3", {}),
-    "windows in larger blocks": Kind("gemma4", {}, 2 * BLOCK_SIZE, 3),
+    "windows in larger blocks": Kind("gemma4", {}, 2 * BLOCK_SIZE, 3, is_exact=False),
     "windows only": Kind("mistral", {}, blocks=1),
     "attention sinks": Kind("gpt_oss", {"load_format": "dummy"}),
     "chunks": Kind("llama4", {}),
@@ -92,7 +95,7 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
 
     first = runs.run(model, [*ALONE, *ALONE], name=name, is_patient=kind.is_patient, **kind.options)
     answers = [turn[0] for turn in first]
-    assert_same(answers, expected + expected)
+    assert_same(answers, expected + expected, is_exact=kind.is_exact)
     assert [answer.cached for answer in answers] == [0] * len(LENGTHS) + [shared, *hits]
     daemon.until_idle()
     daemon.until(lambda stats: stats.counters["backed_up_blocks"] == stats.counters["stored_blocks"], "on disk")
@@ -104,7 +107,7 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
             daemon.until_storage()
         again = runs.run(model, [*ALONE, PROMPTS], name=name, is_patient=kind.is_patient, **kind.options)
         answers = [turn[0] for turn in again[:-1]]
-        assert_same(answers, expected)
+        assert_same(answers, expected, is_exact=kind.is_exact)
         on_disk = [kind.hit_on_disk(len(prompt)) for prompt in PROMPTS]
         assert [answer.cached for answer in answers] == (on_disk if is_cold else hits)
         assert [answer.tokens for answer in again[-1]] == [answer.tokens for answer in expected]
@@ -112,7 +115,11 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
         daemon.until_idle()
 
 
-def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    """The same tokens with the same log-probabilities, to the last bit."""
+def assert_same(answers: list[Answer], expected: list[Answer], *, is_exact: bool = True) -> None:
+    """The same tokens with the same log-probabilities, to the last bit, or as sums in another order come out."""
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    if not is_exact:
+        pairs = zip(answers, expected, strict=True)
+        assert max(largest_difference(answer.logprobs, right.logprobs) for answer, right in pairs) < ROUNDING
+        return
     assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
