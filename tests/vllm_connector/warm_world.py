@@ -287,25 +287,33 @@ class WarmWorld(World):
         return {block for live in self.vllm.by_name.values() for table in self.tables_of(live) for block in table}
 
     def live_and_die(self) -> None:
-        """Serve for a while, then be killed: between two things, or in the middle of one."""
+        """Serve for a while, then be killed."""
         rng = self.rng
         operations = [
             (self.engine, 60), (self.link_turn, 40), (self.worker_turn, 40), (self.arrive, 10), (self.tick, 4),
             (self.abort, 2), (self.preempt_all, 1), (self.reset, 1), (self.clear_namespace, 0.5), (self.expire, 1),
             (self.damage, 1),
         ]  # fmt: skip
-        things, weights = zip(*operations, strict=True)
-        last = rng.randrange(STEPS_MAX)
-        try:
-            for number in range(last + 100):
-                if number == last:
-                    self.fuse.left = rng.randrange(40)
-                rng.choices(things, weights)[0]()
-        except Killed:
-            self.seen["killed inside"] += 1
+        self.seen["killed inside"] += until_killed(rng, self.fuse, operations, STEPS_MAX)
         for live in self.vllm.by_name.values():
             self.remains.note(live.request)
         self.check_outputs()
+
+
+def until_killed(
+    rng: random.Random, fuse: Fuse, operations: Sequence[tuple[Callable[[], None], float]], steps_max: int
+) -> bool:
+    """Let things happen, by their weights, until the engine is killed: whether in the middle of one, or between two."""
+    things, weights = zip(*operations, strict=True)
+    last = rng.randrange(steps_max)
+    try:
+        for number in range(last + 100):
+            if number == last:
+                fuse.left = rng.randrange(40)
+            rng.choices(things, weights)[0]()
+    except Killed:
+        return True
+    return False
 
 
 def lives(seed: int, world_of: Callable[[int, Any], WarmWorld], remains: Remains) -> Counter[str]:

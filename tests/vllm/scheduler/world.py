@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from tests.vllm.scheduler.engine import SHARDS, OwnScheduler, Report, Workers, c
 from tests.vllm.scheduler.model import DIGEST_LENGTH, STATE_LENGTH, VOCABULARY, Memory, Model
 from tests.vllm_connector.mini_daemon import MiniDaemon
 from tests.vllm_connector.mini_world import MiniWorker, World
-from tests.vllm_connector.warm_world import DyingTable, Fuse, Killed
+from tests.vllm_connector.warm_world import DyingTable, Fuse, until_killed
 
 #: A session with more tokens ends.
 SESSION_TOKENS = 90
@@ -62,9 +62,8 @@ class Promises:
                 if end % layers.block == 0:
                     promise = Promise(group, tokens[:end])
                     self.names[bytes(make_block_hash_with_group_id(block_hash, group))] = promise
-                    self.keys[group_key(block_hash, group) if self._model.is_grouped else bytes(block_hash[:16])] = (
-                        promise
-                    )
+                    key = group_key(block_hash, group) if self._model.is_grouped else bytes(block_hash[:16])
+                    self.keys[key] = promise
 
     def epoch(self, promise: Promise, states: Sequence[str], shard: int) -> int:
         """The earliest epoch of states, which must be as promised."""
@@ -271,23 +270,14 @@ class SchedulerWorld(World):
         self.remains.check_daemon()
 
     def live_and_die(self, things: int) -> None:
-        """Serve for a while, then be killed: between two things, or in the middle of one."""
-        rng = self.rng
-        operations = [
+        """Serve for a while, then be killed."""
+        operations: list[tuple[Callable[[], None], float]] = [
             (self.engine, 60), (self.link_turn, 40), (self.worker_turn, 40), (self.arrive, 10), (self.tick, 4),
             (self.abort, 2), (self.preempt_all, 0.5), (self.reset, 4), (self.clear_namespace, 0.4), (self.expire, 0.5),
             (self.damage, 1), (self.slow, 0.5), (self.kill, 0.15),
         ]  # fmt: skip
-        possible, weights = zip(*operations, strict=True)
-        last = rng.randrange(things)
-        try:
-            for number in range(last + 100):
-                if number == last:
-                    self.fuse.left = rng.randrange(40)
-                rng.choices(possible, weights)[0]()
-                self.check()
-        except Killed:
-            self.seen["killed inside"] += 1
+        checked = [(partial(self._do_and_check, operation), weight) for operation, weight in operations]
+        self.seen["killed inside"] += until_killed(self.rng, self.fuse, checked, things)
         self._note_hashes()
         self.check_outputs()
         for session in list(self.daemon.core.sessions.values()):
@@ -296,6 +286,10 @@ class SchedulerWorld(World):
             if session.state is not SessionState.ENDED:
                 self.daemon.core.end(session)
         self.daemon.is_slow = False
+
+    def _do_and_check(self, operation: Callable[[], None]) -> None:
+        operation()
+        self.check()
 
     def serve_all(self, things: int) -> None:
         """Serve to the end; see `drain`."""
