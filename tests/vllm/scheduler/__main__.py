@@ -77,8 +77,10 @@ def main() -> int:
     """Run what the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.scheduler")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 3), metavar=("FROM", "TO"), help="default: 0 3")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), help="default: all", metavar="NAME")
-    parser.add_argument("--faults", nargs="*", default=list(FAULTS), help="default: all", metavar="NAME")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="default: all", metavar="NAME")
+    parser.add_argument(
+        "--faults", nargs="*", default=list(FAULTS), choices=FAULTS, help="default: all", metavar="NAME"
+    )
     options = parser.parse_args()
     seeds = range(*options.seeds)
     is_right = True

@@ -248,7 +248,7 @@ class OwnScheduler:
         self.depth = config.max_concurrent_batches
         self.flights: deque[Flight] = deque()
         self.outputs: dict[str, tuple[list[int], int, list[int]]] = {}
-        self.preemptions = self.loads_failed = self.hits = 0
+        self.preemptions = self.loads_failed = 0
         self._hasher = get_request_block_hasher(self.hash_tokens, sha256)
         self._aggregator = KVOutputAggregator(SHARDS)
 
