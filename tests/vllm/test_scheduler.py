@@ -15,11 +15,12 @@ import pytest
 
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
+from tests.vllm.scheduler.__main__ import KINDS
 from tests.vllm.server import interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-#: Of each kind of model; `python -m tests.vllm.scheduler --seeds 0 100` takes an hour.
+#: Of each kind of model; 20 of each took a quarter of an hour beside other tests.
 SEEDS = 3
 
 
@@ -34,23 +35,7 @@ def told() -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "full attention",
-        "windows",
-        "windows in larger blocks",
-        "full attention in larger blocks",
-        "windows only",
-        "chunks",
-        "states",
-        "two groups of states",
-        "states in larger blocks",
-        "states and windows",
-        "states kept inside a step",
-        "hits inside blocks of states",
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_everything_goes_wrong_in_vllms_own_scheduler(told: dict[str, dict[str, Any]], kind: str) -> None:
     """Answers are right and end, engines adopt true blocks only, the daemon has true blocks only, nothing is left."""
     assert told[kind]["failure"] == ""
