@@ -85,10 +85,10 @@ test: env
 test-all: test full compiled mutants slow vllm sglang
 
 full: env
-	@$(BIN)/python -m pytest -m "full and not slow and not vllm and not sglang" --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest tests -m "full and not slow and not vllm and not sglang" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: env
-	@$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --part $(PART)
+	@$(BIN)/python -m pytest tests -m slow --numprocesses 2 --dist loadfile --part $(PART)
 
 # A copy, so that what is compiled hides no sources here.
 compiled: env
@@ -133,7 +133,7 @@ $(VLLM_STAMP): tests/vllm/environment/build.py $(VLLM_LOCK) $(CLIENT) | $(STAMP)
 	@touch $@
 
 vllm: env vllm-env
-	@VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm --part $(PART)
+	@VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests -m vllm --part $(PART)
 
 # SGLang has one as well.
 sglang-env: $(SGLANG_STAMP)
@@ -144,7 +144,7 @@ $(SGLANG_STAMP): tests/vllm/environment/build.py $(SGLANG_LOCK) $(CLIENT) | $(ST
 	@touch $@
 
 sglang: env sglang-env
-	@$(BIN)/python -m pytest -m sglang
+	@$(BIN)/python -m pytest tests -m sglang
 
 # Strictly: a broken link or anchor, a page outside the navigation, and a page that needs another host fail.
 docs: env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -13,26 +14,8 @@ from tests.parts import part
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
 
-_TESTS = Path(__file__).parent
-#: Folders whose tests start no processes, or few. What is in another folder is for `make test-all`.
-_QUICK = frozenset(
-    {
-        "access",
-        "attach",
-        "client",
-        "config",
-        "core",
-        "cuda_driver",
-        "events",
-        "keys",
-        "monitoring",
-        "project",
-        "protocol",
-        "rpc",
-        "service",
-        "simulation",
-    }
-)
+#: A folder whose tests start whole daemons: those that are marked are in the default run.
+_WHOLE_DAEMONS = Path(__file__).parent / "daemon"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,12 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the other folders, but for those that are marked to be in every run."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is not in the default run: folders outside pytest's `testpaths`, most tests of whole daemons."""
+    default = tuple(f"{config.rootpath / folder}/" for folder in config.getini("testpaths"))
     for item in items:
-        folder = item.path.relative_to(_TESTS).parts[0]
-        if folder not in _QUICK and item.get_closest_marker("end_to_end") is None:
+        is_whole_daemon = item.path.parent == _WHOLE_DAEMONS and item.get_closest_marker("end_to_end") is None
+        if is_whole_daemon or not str(item.path).startswith(default):
             item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and found out of Python's searches for garbage: tests ask for them, a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 class _Parts:

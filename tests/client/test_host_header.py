@@ -187,14 +187,16 @@ def test_headers_together_are_those_of_one_block(
     assert host_header.stored_checksums(headers, kind, names_of(blocks)) == checksums
 
 
-@pytest.mark.parametrize("bit", range(1024))
-def test_any_flipped_bit_spoils_its_header_only(bit: int) -> None:
+def test_any_flipped_bit_spoils_its_header_only() -> None:
     """Whichever bit of a header among others changes, that block is not there any more, and the others are."""
     blocks = some_blocks(3)
-    headers = bytearray(host_header.pack_all(KIND, names_of(blocks), bytes(48), 1, 2))
-    headers[128 + bit // 8] ^= 1 << bit % 8
+    headers = host_header.pack_all(KIND, names_of(blocks), bytes(48), 1, 2)
+    for bit in range(1024):
+        changed = bytearray(headers)
+        changed[128 + bit // 8] ^= 1 << bit % 8
 
-    assert host_header.stored_checksums(bytes(headers), KIND, names_of(blocks)) == [bytes(16), None, bytes(16)]
+        found = host_header.stored_checksums(bytes(changed), KIND, names_of(blocks))
+        assert found == [bytes(16), None, bytes(16)], f"bit {bit}"
 
 
 @pytest.mark.parametrize("change", [{"key": b"k" * 16}, {"parent": b"p" * 16}, {"depth": 9}])

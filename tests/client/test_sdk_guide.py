@@ -74,12 +74,14 @@ def test_guide_has_programs_and_shows_their_output() -> None:
     assert len(PROGRAMS) == GUIDE.count("```python complete") == GUIDE.count("```text") >= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("program", "expected"), PROGRAMS, ids=range(len(PROGRAMS)))
 def test_guide_program_prints_what_the_page_shows(program: str, expected: str, tmp_path: Path) -> None:
     """A complete program of the guide, beside a daemon with the guide's configuration, prints what the page says."""
     assert output_of(program, CONFIG, tmp_path) == (expected, "")
 
 
+@pytest.mark.full
 def test_tutorial_prints_what_the_page_shows(tmp_path: Path) -> None:
     """The tutorial's programs, run in turn beside one daemon and the last one twice, print what the page shows."""
     programs = [program for program, _ in PROGRAMS]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.core.history import play_drawn
 from tests.core.model import Driver
 
-#: The quick run plays some of them.
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 10))]
+SEEDS = range(10)
 STEPS_PER_SEED = 10_500
 
 
+@pytest.mark.full  # the default run plays short ones
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cache_agrees_with_the_model_over_long_histories(seed: int) -> None:
     """Over 10^5 random operations in all, the cache does what plain dictionaries do, and every invariant holds."""

@@ -72,7 +72,6 @@ def pool_of(daemon: Supervised) -> PoolStats:
     return pool
 
 
-@pytest.mark.end_to_end
 def test_leases_go_on_over_a_restart(daemon: Supervised, engine: Engine) -> None:
     """A request that runs while the daemon is killed goes on in its slots, and is found when it is committed after."""
     chain = engine.chain(0, 4)

@@ -62,7 +62,6 @@ def remote(tmp_path: Path) -> Iterator[Remote]:
         yield Remote(tmp_path, config, f"tcp://127.0.0.1:{port}", server_key)
 
 
-@pytest.mark.end_to_end
 def test_commands_ask_a_daemon_on_another_machine(remote: Remote) -> None:
     """`--endpoint` before a command asks that daemon: reports for both roles, changes for operate alone."""
     looks = remote.arguments("dashboard.key")
@@ -86,7 +85,6 @@ def test_commands_ask_a_daemon_on_another_machine(remote: Remote) -> None:
         assert admin.stats().counters["tcp_unknown_keys"] == 1
 
 
-@pytest.mark.end_to_end
 def test_client_finds_the_next_daemon_at_the_same_port(tmp_path: Path, remote: Remote) -> None:
     """A connection of the SDK outlives its daemon: a call meanwhile fails, one after the restart is answered."""
     (directory := tmp_path / "other").mkdir()

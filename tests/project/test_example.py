@@ -52,6 +52,7 @@ def test_small_llama_fits_the_configurations(shards: int) -> None:
     assert layout_from_model_config(model, block_size=replica.block_size, shards=shards) == replica.layout
 
 
+@pytest.mark.full
 def test_example_answers_the_prompt_of_its_readme(run_dir: Path) -> None:
     """The request in the example's README, on the model and configuration it names, gets as many tokens as it wants."""
     pytest.importorskip("torch")
@@ -74,6 +75,7 @@ def test_example_answers_the_prompt_of_its_readme(run_dir: Path) -> None:
         (["--model", str(MODEL), "--replica", "other"], "other"),
     ],
 )
+@pytest.mark.full
 def test_example_that_does_not_fit_says_so_in_a_line(options: list[str], expected: str, run_dir: Path) -> None:
     """A wrong model, number of shards or replica is one line on stderr and exit status 2."""
     finished = run_engine(run_dir, *options)

@@ -226,6 +226,7 @@ def test_sleeping_pools_show_what_they_are_for() -> None:
     assert [name for name in EXPECTED_OF_SLEEPS if not seen[name]] == []
 
 
+@pytest.mark.full
 def test_a_seed_is_one_history() -> None:
     """The same seed gives the same events at the same times, in another process, too, whatever its hashes are."""
     seed = SEEDS[0]
