@@ -11,7 +11,7 @@ from kvcached_client.vllm import interface
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from kvcached_client.vllm.scheduling.store_queue import StoreQueue
-from kvcached_client.vllm.scheduling.stores import Stores
+from kvcached_client.vllm.scheduling.stores import PendingStore, Stores
 from kvcached_client.vllm.scheduling.wishes import _Found
 from kvcached_client.vllm.worker import WorkerSide
 from tests.mutants.mutant import caught_by, rewrite
@@ -39,6 +39,18 @@ def vllm_copies_asleep(patch: pytest.MonkeyPatch) -> None:
 def vllm_offers_wait_for_others_that_will_not_come(patch: pytest.MonkeyPatch) -> None:
     """An engine that has nothing to compute takes empty steps until its offers have waited long enough."""
     rewrite(patch, SchedulerSide.step, "self._link.hurry()", "pass")
+
+
+@caught_by("tests/vllm_connector/test_preemption.py::test_lease_that_comes_with_a_preemption_stores_nothing")
+def vllm_blocks_that_others_have_by_now_are_offered(patch: pytest.MonkeyPatch) -> None:
+    """A lease that comes in the step of a preemption stores what another request computes."""
+    rewrite(patch, StoreQueue.advance, " or tracked.is_preempted", "")
+
+
+@caught_by("tests/vllm_connector/test_preemption.py::test_plan_that_comes_with_a_preemption_stores_no_earlier_blocks")
+def vllm_earlier_blocks_that_others_have_by_now_are_stored(patch: pytest.MonkeyPatch) -> None:
+    """A plan that comes in the step of a preemption stores what another request computes."""
+    patch.setattr(PendingStore, "is_current", property(lambda store: store.tracked.preemptions == store.preemptions))
 
 
 @caught_by("tests/vllm_connector/test_store_limits.py::test_blocks_that_wait_for_an_offer_count_as_held")

@@ -39,7 +39,8 @@ def told() -> dict[str, dict[str, Any]]:
 def test_everything_goes_wrong_in_vllms_own_scheduler(told: dict[str, dict[str, Any]], kind: str) -> None:
     """Answers are right and end, engines adopt true blocks only, the daemon has true blocks only, nothing is left."""
     assert told[kind]["failure"] == ""
-    assert told[kind]["seen"]["answers"] > 0 < told[kind]["seen"]["adopted"]
+    assert told[kind]["seen"]["answers"] > 0
+    assert told[kind]["seen"].get("adopted", 0) > 0 or KINDS[kind].drafts
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from typing import Any
 
 from kvcached_client.errors import ErrorCode, KvcachedError, request_error
-from kvcached_client.vllm.daemon.commands import DropLoad, DropStore, MakeUpClear, Offer, Release, Seek
+from kvcached_client.vllm.daemon.commands import DropLoad, DropStore, Event, MakeUpClear, Offer, Release, Seek
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId, StoreOrder
 from kvcached_client.vllm.scheduling.chains import Chains, unit_of
@@ -32,6 +32,12 @@ class SteppedThread(DaemonThread):
     def __del__(self) -> None:
         """A test makes some hundred of them, and does not close them."""
         self.close()
+
+    def take(self) -> list[Event]:
+        """The events so far; some of them come while the scheduler is deciding."""
+        if self._world.rng.random() < 0.3:
+            self.turn()
+        return super().take()
 
     def turn(self) -> None:
         """One turn of the thread's loop."""

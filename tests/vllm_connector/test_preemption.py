@@ -204,3 +204,30 @@ def test_reset_voids_answers_on_their_way() -> None:
     rig.found(3)
     assert rig.matched(request) == (None, False)
     assert len(rig.link.taken(Release)) == 1
+
+
+def test_lease_that_comes_with_a_preemption_stores_nothing() -> None:
+    """In a step that preempts a request, vLLM has given its blocks to others: what comes then offers none of them."""
+    rig = Rig()
+    request = rig.arrive("r", 2 * BLOCK + 1)
+    rig.pass_time(10)
+    rig.matched(request)
+    rig.start(request, 0, 2 * BLOCK + 1)
+    rig.preempt(request)
+    rig.found(0)
+    rig.idle(preempted={"r"})
+    assert rig.link.taken(Offer) == []
+    assert rig.held == []
+
+
+def test_plan_that_comes_with_a_preemption_stores_no_earlier_blocks() -> None:
+    """Earlier blocks of a request, which the daemon asks for, are not stored in a step that preempts the request."""
+    rig = Rig()
+    request = rig.arrive("r", 3 * BLOCK + 1)
+    rig.found(1)
+    rig.matched(request, BLOCK)
+    rig.start(request, BLOCK, 2 * BLOCK + 1)
+    rig.preempt(request)
+    rig.plan(pieces=[(0, 3)])
+    assert rig.idle(preempted={"r"}).stores == ()
+    assert rig.held == []

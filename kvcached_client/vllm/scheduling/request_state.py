@@ -270,6 +270,11 @@ class RequestState:
         return 0 if self.load is None else len(self.load.slots) - self.states
 
     @property
+    def is_preempted(self) -> bool:
+        """Whether the request was preempted since it was last looked up: its blocks may belong to others by now."""
+        return not self.is_finished and self.preemptions != self.request.num_preemptions
+
+    @property
     def has_recomputed(self) -> bool:
         """Whether blocks of the hit that could not be loaded were computed instead, and the hit is complete now."""
         return self.recomputed_from is not None and self.due >= self.depth and not self.is_finished

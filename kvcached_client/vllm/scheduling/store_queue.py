@@ -137,9 +137,12 @@ class StoreQueue:
         return self._stores.take_orders()
 
     def advance(self, tracked: RequestState) -> None:
-        """Take the next step for a request's blocks. Does nothing while an event is awaited, which calls this again."""
+        """Take the next step for a request's blocks. Does nothing while an event is awaited, which calls this again.
+
+        An event may come in the step that preempts the request, when vLLM has given its blocks to others.
+        """
         self._postponed.pop(tracked, None)
-        if tracked.ticket:
+        if tracked.ticket or tracked.is_preempted:
             return
         if tracked.lease is None:
             if tracked.is_finished:

@@ -39,7 +39,7 @@ class PendingStore:
     @property
     def is_current(self) -> bool:
         """Whether the request still has the blocks that it had at the time of the offer."""
-        return not self.tracked.is_finished and self.tracked.preemptions == self.preemptions
+        return not self.tracked.is_finished and self.tracked.request.num_preemptions == self.preemptions
 
 
 #: The share of vLLM's blocks that offers may hold. The others stay available to requests, however long stores take.

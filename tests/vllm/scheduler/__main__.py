@@ -44,6 +44,7 @@ KINDS = {
     "states and windows": Model([Layers("full", 4), Layers("state", 8), Layers("window", 4, WINDOW)]),
     "states kept inside a step": Model([Layers("full", 4), Layers("state", 4, keeps_middle=True)]),
     "hits inside blocks of states": Model([Layers("full", 8), Layers("state", 8)], match_unit=4),
+    "drafts": Model([Layers("full", 4)], drafts=3),
 }
 
 _step = DeviceBlocks.step

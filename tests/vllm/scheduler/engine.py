@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -35,18 +37,20 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcached_client.vllm.messages import KvcachedReport
 from kvcached_client.vllm.orders import StepOrders
-from tests.vllm.scheduler.model import MAX_TOKENS, OUTDATED, Blocks, Layers, Memory, Model
+from tests.vllm.scheduler.model import MAX_TOKENS, OUTDATED, VOCABULARY, Blocks, Layers, Memory, Model
 
 SHARDS = 2
 _WAITING_SESSION = RequestStatus.WAITING_FOR_STREAMING_REQ
 MAX_RUNNING = 5
 STEP_TOKENS = 24
+#: How many drafts are right.
+RIGHT_GUESSES = 0.7
 _HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 init_none_hash(sha256)
@@ -104,16 +108,19 @@ def config_of(folder: Path, model: Model, blocks: int, *, is_async: bool) -> Vll
     config.cache_config.num_gpu_blocks = blocks
     config.cache_config.prefix_match_unit = model.match_unit
     config.cache_config.mamba_cache_mode = "align"
+    if model.drafts:
+        config.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=model.drafts)
     return config
 
 
 @dataclass
 class RunningRequest:
-    """What the workers know of a request."""
+    """What the workers know of a request; `drafts` are the tokens that are guessed to come next."""
 
     tokens: list[int]
     tables: list[list[int]]
     computed: int
+    drafts: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -135,12 +142,19 @@ class Workers:
         memory: blocks of each shard.
         epoch: the present one.
         instant: called at each instant at which they could be killed.
+        rng: guesses wrongly.
     """
 
     def __init__(
-        self, model: Model, memory: list[Memory], *, epoch: Callable[[], int], instant: Callable[[], None]
+        self,
+        model: Model,
+        memory: list[Memory],
+        *,
+        epoch: Callable[[], int],
+        instant: Callable[[], None],
+        rng: random.Random,
     ) -> None:
-        self.model, self.memory, self._epoch, self._instant = model, memory, epoch, instant
+        self.model, self.memory, self._epoch, self._instant, self._rng = model, memory, epoch, instant, rng
         self._requests: dict[str, RunningRequest] = {}
         #: The state that a pass keeps behind some of its tokens: behind how many, and in which block of the request.
         self.kept_state: Callable[[int, int, Layers], tuple[int, int]] = lambda *_: (0, -1)
@@ -158,7 +172,14 @@ class Workers:
                 memory[copy.dst_block_id] = list(memory.get(copy.src_block_id, [OUTDATED]))
         for name, count in output.num_scheduled_tokens.items():
             self._move_states(name, count)
-        return {name: self._pass(self._requests[name], count) for name, count in output.num_scheduled_tokens.items()}
+        return {
+            name: self._pass(self._requests[name], count, output.scheduled_spec_decode_tokens.get(name, []))
+            for name, count in output.num_scheduled_tokens.items()
+        }
+
+    def drafts(self, names: Sequence[str]) -> DraftTokenIds:
+        """The tokens that are guessed to come next."""
+        return DraftTokenIds(list(names), [list(self._requests[name].drafts) for name in names])
 
     def _accept(self, output: SchedulerOutput) -> None:
         cached = output.scheduled_cached_reqs
@@ -173,10 +194,12 @@ class Workers:
             self._requests[new.req_id] = RunningRequest(tokens, tables, new.num_computed_tokens)
         for name, added, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             request = self._requests[name]
-            request.computed = computed
             if name in cached.resumed_req_ids:
                 request.tables = [[] for _ in self.model.groups]
                 request.tokens = list(cached.all_token_ids[name])
+                request.computed, request.drafts = computed, []
+            elif not self.model.drafts:  # with drafts, the scheduler takes those of a step on its way for right
+                request.computed = computed
             for table, blocks in zip(request.tables, added or [[]] * len(request.tables), strict=True):
                 table.extend(blocks)
 
@@ -194,8 +217,12 @@ class Workers:
                 for shard, memory in enumerate(self.memory):
                     Blocks(self.model, memory, request.tables, shard).move_state(group, before, now)
 
-    def _pass(self, request: RunningRequest, count: int) -> list[int]:
+    def _pass(self, request: RunningRequest, count: int, asked: Sequence[int]) -> list[int]:
+        """Compute tokens, of which those at the end are drafts: `asked` for, or -1 for one that was made before."""
         stop = request.computed + count
+        known = [*request.drafts, *[0] * len(asked)]
+        drafts = [known[place] if draft < 0 else draft for place, draft in enumerate(asked)]
+        inputs = [*request.tokens[: stop - len(drafts)], *drafts]
         shards = [Blocks(self.model, memory, request.tables, shard) for shard, memory in enumerate(self.memory)]
         kept = {
             group: self.kept_state(stop, count, layers)
@@ -205,14 +232,23 @@ class Workers:
         for position in range(request.computed, stop):
             self._instant()
             for blocks in shards:
-                blocks.compute(request.tokens[position], position, stop, self._epoch())
+                blocks.compute(inputs[position], position, stop, self._epoch())
                 for group, (tokens, column) in kept.items():
                     if column >= 0 and position + 1 == request.computed + tokens:
                         blocks.keep_state(group, column, stop)
-        if stop < len(request.tokens):
+        request.computed = stop - len(drafts)
+        if request.computed < len(request.tokens):
             return []
-        request.tokens.append(shards[0].sample(stop - 1, stop))
-        return request.tokens[-1:]
+        sampled = [shards[0].sample(request.computed - 1, stop)]
+        while len(sampled) <= len(drafts) and sampled[-1] == drafts[len(sampled) - 1]:
+            sampled.append(shards[0].sample(request.computed - 1 + len(sampled), stop))
+        request.computed += len(sampled) - 1
+        request.tokens += sampled
+        request.drafts = [
+            token if self._rng.random() < RIGHT_GUESSES else self._rng.randrange(VOCABULARY)
+            for token in self.model.output(request.tokens, self.model.drafts)
+        ]
+        return sampled
 
 
 class Flight:
@@ -246,6 +282,7 @@ class OwnScheduler:
         self.workers = workers
         workers.kept_state = self._kept_state
         self.depth = config.max_concurrent_batches
+        self._tells_drafts = bool(workers.model.drafts) and not is_async
         self.flights: deque[Flight] = deque()
         self.outputs: dict[str, tuple[list[int], int, list[int]]] = {}
         self.preemptions = self.loads_failed = 0
@@ -317,6 +354,8 @@ class OwnScheduler:
         living = {name: self.by_name[name] for name in names if name in self.by_name}
         waiting = set(self.sessions)
         self.scheduler.update_from_output(flight.output, merged)
+        if self._tells_drafts:
+            self.scheduler.update_draft_token_ids(self.workers.drafts(names))
         for name, request in living.items():
             is_over = request.status is RequestStatus.FINISHED_LENGTH_CAPPED
             if is_over or (request.status is _WAITING_SESSION and name not in waiting):

@@ -59,11 +59,13 @@ class Model:
     Args:
         groups: as said.
         match_unit: of how many tokens vLLM's hashes are; None = as vLLM decides.
+        drafts: how many tokens are guessed ahead, and computed before it is known whether they are right.
     """
 
-    def __init__(self, groups: Sequence[Layers], match_unit: int | None = None) -> None:
+    def __init__(self, groups: Sequence[Layers], match_unit: int | None = None, drafts: int = 0) -> None:
         self.groups = tuple(groups)
         self.match_unit = match_unit
+        self.drafts = drafts
         self._digests = cache(self._compute)
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from vllm import __version__
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvcached.core.slots.states import SessionState
@@ -135,7 +136,7 @@ class SchedulerWorld(World):
     def build(self, rng: random.Random) -> None:
         is_async = rng.random() < 0.7
         remains = self.remains
-        workers = Workers(remains.model, remains.memory, epoch=lambda: remains.epochs, instant=self.fuse.burn)
+        workers = Workers(remains.model, remains.memory, epoch=lambda: remains.epochs, instant=self.fuse.burn, rng=rng)
         config = config_of(self.config, remains.model, remains.blocks, is_async=is_async)
         with (
             mock.patch.object(connector, "DaemonThread", return_value=self.link),
@@ -145,6 +146,9 @@ class SchedulerWorld(World):
         self.pool, self.side = self.vllm.pool, self.vllm.connector._scheduler
 
     def _open_table(self) -> int:
+        """Adopt what the table names; with drafts there is none: vLLM writes them behind what it has computed."""
+        if self.remains.model.drafts:
+            return 0
         sizes = [layers.block for layers in self.remains.model.groups]
         manager = self.vllm.manager
         blocks = DeviceBlocks(self.table, self.pool, sizes, lambda request: manager.get_blocks(request).blocks)
@@ -192,8 +196,9 @@ class SchedulerWorld(World):
         for worker in () if is_before else self.workers:
             worker.begin(flight.orders)
         reports = [self._report(worker, flight.number) for worker in self.workers]
-        self._note_hashes()
+        requests = dict(vllm.by_name)
         self.seen["loads"] += len(vllm.update(flight, sampled, reports))
+        self._note_hashes(requests)  # of those that have ended as well: their last blocks are stored
         self._go_on()
         self._note_hashes()
 
@@ -214,8 +219,8 @@ class SchedulerWorld(World):
             self.computed[worker.shard] = report.computed = number
         return report
 
-    def _note_hashes(self) -> None:
-        for name, request in self.vllm.by_name.items():
+    def _note_hashes(self, requests: Mapping[str, Any] | None = None) -> None:
+        for name, request in (requests or self.vllm.by_name).items():
             if self.noted.get(name) != request.block_hashes[-1:]:
                 self.noted[name] = request.block_hashes[-1:]
                 self.remains.promises.note(request, self.vllm.hash_tokens)
@@ -223,11 +228,14 @@ class SchedulerWorld(World):
     def arrive(self) -> None:
         """Now and then a session: one, for those that wait hold blocks, and vLLM never takes them.
 
-        With states there is none: vLLM would go on with a state that has seen a token which it takes back.
+        With states there is none: vLLM would go on with a state that has seen a token which it takes back. With drafts,
+        vLLM 0.32 takes what it has guessed beyond the answer's end for computed.
         """
-        has_states = any(layers.kind == "state" for layers in self.remains.model.groups)
+        model = self.remains.model
+        has_states = any(layers.kind == "state" for layers in model.groups)
+        is_wrong = has_states or bool(model.drafts and __version__.startswith("0.32."))
         has_session = any(request.resumable for request in self.vllm.by_name.values())
-        if not (has_states or has_session) and self.remains.blocks >= ROOMY and self.rng.random() < 0.3:
+        if not (is_wrong or has_session) and self.remains.blocks >= ROOMY and self.rng.random() < 0.3:
             self.added += 1
             self.vllm.add(f"r{self.added}", self.prompt(), self.rng.randrange(1, 12), is_session=True)
         else:
