@@ -27,7 +27,12 @@ SEEDS = 3
 @pytest.fixture(scope="module")
 def told() -> dict[str, dict[str, Any]]:
     """What was seen of each kind of model, and of each mistake."""
-    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONHASHSEED": "0",
+    }
     environment = clean_environment() | variables | {"PYTHONPATH": os.fspath(ROOT)}
     command = [str(interpreter()), "-P", "-m", "tests.vllm.scheduler", "--seeds", "0", str(SEEDS)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)

@@ -51,6 +51,8 @@ MAX_RUNNING = 5
 STEP_TOKENS = 24
 #: How many drafts are right.
 RIGHT_GUESSES = 0.7
+#: How many requests ask that none of their blocks are stored.
+NOT_SHARED = 0.1
 _HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 init_none_hash(sha256)
@@ -76,7 +78,7 @@ def spec_of(layers: Layers) -> KVCacheSpec:
             )
 
 
-def config_of(folder: Path, model: Model, blocks: int, *, is_async: bool) -> VllmConfig:
+def config_of(folder: Path, model: Model, blocks: int, *, is_async: bool, policy: str) -> VllmConfig:
     """VLLM's configuration."""
     layers = model.groups
     states = [each.block for each in layers if each.kind == "state"]
@@ -93,6 +95,7 @@ def config_of(folder: Path, model: Model, blocks: int, *, is_async: bool) -> Vll
             max_num_batched_tokens=STEP_TOKENS,
             enable_chunked_prefill=True,
             async_scheduling=is_async,
+            policy=policy,
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
@@ -154,7 +157,7 @@ class Workers:
         instant: Callable[[], None],
         rng: random.Random,
     ) -> None:
-        self.model, self.memory, self._epoch, self._instant, self._rng = model, memory, epoch, instant, rng
+        self.model, self.memory, self._epoch, self._instant, self.rng = model, memory, epoch, instant, rng
         self._requests: dict[str, RunningRequest] = {}
         #: The state that a pass keeps behind some of its tokens: behind how many, and in which block of the request.
         self.kept_state: Callable[[int, int, Layers], tuple[int, int]] = lambda *_: (0, -1)
@@ -245,7 +248,7 @@ class Workers:
         request.computed += len(sampled) - 1
         request.tokens += sampled
         request.drafts = [
-            token if self._rng.random() < RIGHT_GUESSES else self._rng.randrange(VOCABULARY)
+            token if self.rng.random() < RIGHT_GUESSES else self.rng.randrange(VOCABULARY)
             for token in self.model.output(request.tokens, self.model.drafts)
         ]
         return sampled
@@ -304,8 +307,13 @@ class OwnScheduler:
         self, name: str, prompt: list[int], wanted: int, *, skip_reading: bool = False, is_session: bool = False
     ) -> None:
         """A request arrives, or further input of a session; without it the session ends with what it has."""
-        sampling = SamplingParams(max_tokens=wanted, ignore_eos=True, skip_reading_prefix_cache=skip_reading)
+        rng = self.workers.rng
+        wishes = {"kv_transfer_params": {"kvcached": {"share": rng.random() >= NOT_SHARED}}}
+        sampling = SamplingParams(
+            max_tokens=wanted, ignore_eos=True, skip_reading_prefix_cache=skip_reading, extra_args=wishes
+        )
         request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, resumable=is_session)
+        request.priority = rng.randrange(3)
         self.scheduler.add_request(request)
 
     @property

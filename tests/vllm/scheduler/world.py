@@ -137,7 +137,8 @@ class SchedulerWorld(World):
         is_async = rng.random() < 0.7
         remains = self.remains
         workers = Workers(remains.model, remains.memory, epoch=lambda: remains.epochs, instant=self.fuse.burn, rng=rng)
-        config = config_of(self.config, remains.model, remains.blocks, is_async=is_async)
+        policy = rng.choice(["fcfs", "priority"])
+        config = config_of(self.config, remains.model, remains.blocks, is_async=is_async, policy=policy)
         with (
             mock.patch.object(connector, "DaemonThread", return_value=self.link),
             mock.patch.object(connector, "SchedulerSide", partial(SchedulerSide, clock=lambda: self.now)),
