@@ -97,7 +97,8 @@ def check_flags(
         on_cuda: whether vLLM computes on CUDA devices; it is taken to compute on CPUs otherwise.
     """
     sizes = _block_size(flags) if not on_cuda else _sleep_mode(flags)
-    found = [*_transfer_config(flags, run_dir, on_cuda=on_cuda), *_hashing(flags, environment), *sizes, *_single(flags)]
+    found = [*_transfer_config(flags, run_dir, on_cuda=on_cuda), *_hashing(flags, environment), *sizes]
+    found += [*_single(flags), *_policy(flags)]
     yield from found
     if not any(finding.level == "fail" for finding in found):
         yield Finding(_CHECK, "ok", "nothing in vLLM's arguments keeps it from using kvcached")
@@ -205,6 +206,12 @@ def _single(flags: VllmFlags) -> Iterator[Finding]:
     for name in _SINGLE:
         if flags.options.get(name, "1") != "1":
             yield Finding(_CHECK, "fail", f"--{name} {flags.options[name]} is not supported", f"leave out --{name}")
+
+
+def _policy(flags: VllmFlags) -> Iterator[Finding]:
+    if flags.options.get("scheduling-policy") == "priority" and "no-enable-prefix-caching" not in flags.options:
+        told = "with --scheduling-policy priority, vLLM finds blocks in its own cache that it has not computed"
+        yield Finding(_CHECK, "fail", told, "leave it out, or add --no-enable-prefix-caching")
 
 
 def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Iterator[Finding]:

@@ -181,6 +181,9 @@ def check_config(
         not in _DEVICE_TYPES,
         "this vLLM sleeps without a word, and frees memory of its KV cache that may be being copied: use vLLM 0.33, or "
         "set no --enable-sleep-mode": device == "cuda" and model.enable_sleep_mode and not tells_of_sleep,
+        "vLLM takes blocks of a request that it preempts in the step that was to compute them for computed: set "
+        "--scheduling-policy fcfs, or --no-enable-prefix-caching": config.scheduler_config.policy == "priority"
+        and config.cache_config.enable_prefix_caching,
         "a diffusion model computes blocks again after they are full: use no kvcached": model.is_diffusion,
     }
     found = [reason for reason, is_so in reasons.items() if is_so]

@@ -85,6 +85,12 @@ def vllm_kept_blocks_outlive_a_refused_store(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, StoreQueue._put_aside, "self.drop_kept(tracked)", "pass")
 
 
+@caught_by("tests/vllm_connector/test_groups.py::test_blocks_that_wait_for_more_are_offered_when_nothing_is_computed")
+def vllm_kept_blocks_wait_for_tokens_that_do_not_come(patch: pytest.MonkeyPatch) -> None:
+    """A paused vLLM cannot reset its cache."""
+    patch.setattr(StoreQueue, "offer_kept", lambda queue, requests: None)
+
+
 @caught_by("tests/vllm_connector/test_groups.py::test_preempted_request_holds_nothing_that_waits")
 def vllm_kept_blocks_outlive_a_preemption(patch: pytest.MonkeyPatch) -> None:
     """A request that lost its blocks to others offers them as its own."""

@@ -42,6 +42,11 @@ def changed(**fields: object) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config), "--prefix-caching-hash-algo=sha256_cbor"]
 
 
+def test_priorities_without_a_cache_of_vllms_own_are_as_good() -> None:
+    """Only with that cache does vLLM find blocks that it has not computed."""
+    assert problems([*GOOD, "--scheduling-policy", "priority", "--no-enable-prefix-caching"]) == []
+
+
 def test_engine_that_only_loads_is_as_good() -> None:
     """The role `kv_consumer` is no fault."""
     assert problems(changed(kv_role="kv_consumer")) == []
@@ -104,6 +109,7 @@ def test_good_arguments_have_no_problem() -> None:
         (changed(kv_connector_extra_config=3), "not iterable", "kv_connector_extra_config"),
         (changed(kv_connector_extra_config={"run_dir": "/run/other"}), "/run/other", "the same run_dir"),
         ([*GOOD, "--block-size", "16"], "multiples of 32", "--block-size 32"),
+        ([*GOOD, "--scheduling-policy", "priority"], "has not computed", "--no-enable-prefix-caching"),
         ([*GOOD, "-pp", "2"], "--pipeline-parallel-size 2 is not supported", "leave out"),
         ([*GOOD[:-1], "xxhash_cbor"], "begin with a random number", "sha256_cbor"),
     ],

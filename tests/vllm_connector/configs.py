@@ -29,6 +29,7 @@ def vllm_config(**changes: Any) -> Any:
         load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),
         cache_config=SimpleNamespace(
             block_size=32,
+            enable_prefix_caching=True,
             cache_dtype="auto",
             kv_cache_dtype_skip_layers=[],
             prefix_caching_hash_algo="sha256",
@@ -41,6 +42,7 @@ def vllm_config(**changes: Any) -> Any:
             nnodes=1,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         speculative_config=None,
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
     )

@@ -184,6 +184,43 @@ def test_held_blocks_stay_within_their_share() -> None:
     assert rig.held == sorted(rig.chain(request, 0, 6))
 
 
+def generated(rig: GroupsRig) -> FakeRequest:
+    """A request with a unit of its prompt stored, and a unit of generated tokens held, which waits for more."""
+    request = rig.begin("r", 1)
+    for table, more in zip(rig.tables["r"], (2, 1), strict=True):
+        table.extend(rig.blocks(more))
+    rig.run_new(request, [], 0, UNIT_TOKENS + 1)
+    rig.plan()
+    rig.report(rig.idle())
+    request.append(*range(UNIT_TOKENS))
+    rig.run(request, UNIT_TOKENS)
+    assert (rig.held, rig.link.taken(Offer)) == (sorted(rig.chain(request, 3, 6)), [])
+    return request
+
+
+def test_blocks_that_wait_for_more_are_offered_when_nothing_is_computed() -> None:
+    """A paused vLLM steps until it may reset its cache: no block is held for more blocks that will not come."""
+    rig = GroupsRig()
+    request = generated(rig)
+    assert rig.side.is_busy
+    rig.idle()
+    rig.plan()
+    orders = rig.idle()
+    assert [(span.depth, span.blocks.tolist()) for span in orders.stores[0].job.spans] == [
+        (3, rig.chain(request, 3, 6))
+    ]
+    rig.report(orders)
+    assert (rig.held, rig.side.is_busy) == ([], False)
+
+
+def test_blocks_that_cannot_be_offered_are_freed_when_nothing_is_computed() -> None:
+    """Where vLLM has preempted the request meanwhile, what waited is not stored."""
+    rig = GroupsRig()
+    rig.preempt(generated(rig))
+    rig.idle()
+    assert (rig.held, rig.side.is_busy, rig.link.taken(Offer)) == ([], False, [])
+
+
 def test_preempted_request_holds_nothing_that_waits() -> None:
     """A request that loses its blocks begins anew; what was offered is stored all the same."""
     rig = GroupsRig()

@@ -118,6 +118,7 @@ def test_plain_configuration_is_taken() -> None:
         ({"parallel_config__nnodes": 2}, "run the engine on one node"),
         ({"model_config__use_mla": True}, "multi-head latent attention"),
         ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"scheduler_config__policy": "priority"}, "--scheduling-policy fcfs, or --no-enable-prefix-caching"),
         ({"device_config__device_type": "xpu"}, "kvcached copies from and to CPUs and CUDA devices, not 'xpu'"),
         ({"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True}, "no --enable-sleep-mode"),
     ],
@@ -133,6 +134,12 @@ def test_configurations_that_are_refused(changes: dict[str, Any], words: str) ->
 def test_latent_attention_on_an_accelerator_is_not_refused_for_that() -> None:
     """Only on the CPU does vLLM compute wrongly with multi-head latent attention and cached blocks."""
     config = vllm_config(model_config__use_mla=True, device_config__device_type="cuda")
+    check_config(config, cache_config(), keeps_all_blocks=True)
+
+
+def test_priorities_are_taken_where_vllm_has_no_cache_of_its_own() -> None:
+    """VLLM finds blocks that were not computed in its own cache, so without it priorities do no harm."""
+    config = vllm_config(scheduler_config__policy="priority", cache_config__enable_prefix_caching=False)
     check_config(config, cache_config(), keeps_all_blocks=True)
 
 

@@ -1,13 +1,12 @@
 """The scheduler's side of the connector: decides which blocks to load and to store, and when.
 
-It runs in vLLM's scheduler thread; the daemon's replies come as events of the daemon's thread. The scheduler waits for
-replies that are near, at most some milliseconds in a step (`waiting`), and for a reset (`RESET_S_MAX`). Blocks that are
-being stored are held by vLLM's reference count, so vLLM may free, preempt and finish requests at any time.
+It runs in vLLM's scheduler thread; the daemon's replies come as events. The scheduler waits for those that are near, at
+most some milliseconds in a step (`waiting`), and for a reset (`RESET_S_MAX`). Blocks that are being stored are held by
+vLLM's reference count, so vLLM may free, preempt and finish requests at any time.
 
 A block's key is the first 16 bytes of vLLM's block hash. The hash chains the block's token ids, the LoRA adapter's name
 and path, the hash and the position of each multimodal input in the block, the digest of prompt embeddings, and in the
-first block the request's `cache_salt`. If the files of an adapter change under the same path, its keys stay the same:
-set `weights_version` then, or give the adapter another name.
+first block the request's `cache_salt`. If an adapter's files change, its keys do not: set another `weights_version`.
 """
 
 from __future__ import annotations
@@ -162,6 +161,7 @@ class SchedulerSide:
         loads, self._new_loads = tuple(self._new_loads), []
         stores = self._store_queue.take_orders()
         if not step.num_scheduled_tokens:
+            self._store_queue.offer_kept(self._by_id.values())
             self._link.hurry()  # nobody is disturbed, and nothing more may come
         return StepOrders(self.session, loads, stores)
 
@@ -223,7 +223,7 @@ class SchedulerSide:
     @property
     def is_busy(self) -> bool:
         """Whether stores need further steps."""
-        return self._store_queue.is_busy
+        return self._store_queue.is_busy or any(tracked.parting for tracked in self._by_id.values())
 
     @property
     def frees_soon(self) -> bool:

@@ -100,6 +100,14 @@ class StoreQueue:
         tracked.parting = tracked.parting + kept
         return start + len(kept)
 
+    def offer_kept(self, requests: Iterable[RequestState]) -> None:
+        """Offer what waits for more blocks, where no step may come that fills them: vLLM cannot reset what is held."""
+        for tracked in [each for each in requests if each.parting and not each.ticket]:
+            tracked.due = tracked.full
+            self.advance(tracked)
+            if not tracked.ticket and tracked not in self._postponed:
+                self._put_aside(tracked)
+
     def drop_kept(self, tracked: RequestState) -> None:
         """Free the blocks of a request that wait for their offer."""
         self._stores.free(tracked.parting)

@@ -80,13 +80,12 @@ def spec_of(layers: Layers) -> KVCacheSpec:
 
 def config_of(folder: Path, model: Model, blocks: int, *, is_async: bool, policy: str) -> VllmConfig:
     """VLLM's configuration."""
-    layers = model.groups
-    states = [each.block for each in layers if each.kind == "state"]
+    size = next((each.block for each in model.groups if each.kind == "state"), model.groups[0].block)
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_TOKENS, enforce_eager=True
         ),
-        cache_config=CacheConfig(block_size=(states or [layers[0].block])[0], enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=size, enable_prefix_caching=policy != "priority"),
         parallel_config=ParallelConfig(),
         scheduler_config=SchedulerConfig(
             max_model_len=MAX_TOKENS,
@@ -107,7 +106,7 @@ def config_of(folder: Path, model: Model, blocks: int, *, is_async: bool, policy
         ),
     )
     config.parallel_config.tensor_parallel_size = SHARDS
-    config.cache_config.block_size = (states or [layers[0].block])[0]
+    config.cache_config.block_size = size
     config.cache_config.num_gpu_blocks = blocks
     config.cache_config.prefix_match_unit = model.match_unit
     config.cache_config.mamba_cache_mode = "align"

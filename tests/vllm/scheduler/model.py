@@ -73,6 +73,11 @@ class Model:
         """Whether vLLM has more for it than one group that keeps all blocks."""
         return [layers.kind for layers in self.groups] != ["full"]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there are layers that keep states."""
+        return any(layers.kind == "state" for layers in self.groups)
+
     def digests(self, tokens: Sequence[int], shard: int) -> tuple[str, ...]:
         """The digests of the last token in each group."""
         return self._digests(tuple(tokens), shard)

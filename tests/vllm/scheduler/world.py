@@ -78,12 +78,14 @@ class Remains:
     """What outlives an engine: its blocks, their table, and a daemon.
 
     Attributes:
+        has_table: whether engines find their blocks again. With drafts and without vLLM's cache there is no table.
         epochs: how often the table's epoch has changed.
         generations: how often it had when a generation of the daemon's namespace began.
     """
 
-    def __init__(self, model: Model, blocks: int) -> None:
-        self.model, self.blocks = model, blocks
+    def __init__(self, model: Model, blocks: int, *, policy: str) -> None:
+        self.model, self.blocks, self.policy = model, blocks, policy
+        self.has_table = not model.drafts and policy == "fcfs"
         self.table = bytearray(table_bytes(blocks))
         EngineTable(memoryview(self.table), blocks).begin(PoolHead(bytes(16), "own", blocks, 1, ((0, 0),) * SHARDS))
         self.memory: list[Memory] = [{} for _ in range(SHARDS)]
@@ -137,8 +139,7 @@ class SchedulerWorld(World):
         is_async = rng.random() < 0.7
         remains = self.remains
         workers = Workers(remains.model, remains.memory, epoch=lambda: remains.epochs, instant=self.fuse.burn, rng=rng)
-        policy = rng.choice(["fcfs", "priority"])
-        config = config_of(self.config, remains.model, remains.blocks, is_async=is_async, policy=policy)
+        config = config_of(self.config, remains.model, remains.blocks, is_async=is_async, policy=remains.policy)
         with (
             mock.patch.object(connector, "DaemonThread", return_value=self.link),
             mock.patch.object(connector, "SchedulerSide", partial(SchedulerSide, clock=lambda: self.now)),
@@ -147,8 +148,8 @@ class SchedulerWorld(World):
         self.pool, self.side = self.vllm.pool, self.vllm.connector._scheduler
 
     def _open_table(self) -> int:
-        """Adopt what the table names; with drafts there is none: vLLM writes them behind what it has computed."""
-        if self.remains.model.drafts:
+        """Adopt what the table names."""
+        if not self.remains.has_table:
             return 0
         sizes = [layers.block for layers in self.remains.model.groups]
         manager = self.vllm.manager
@@ -233,8 +234,7 @@ class SchedulerWorld(World):
         vLLM 0.32 takes what it has guessed beyond the answer's end for computed.
         """
         model = self.remains.model
-        has_states = any(layers.kind == "state" for layers in model.groups)
-        is_wrong = has_states or bool(model.drafts and __version__.startswith("0.32."))
+        is_wrong = model.has_states or bool(model.drafts and __version__.startswith("0.32."))
         has_session = any(request.resumable for request in self.vllm.by_name.values())
         if not (is_wrong or has_session) and self.remains.blocks >= ROOMY and self.rng.random() < 0.3:
             self.added += 1
