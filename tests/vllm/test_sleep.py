@@ -102,7 +102,8 @@ def test_loads_end_before_sleep(sleeper: VllmServer, reference: VllmServer, prom
         sleep(sleeper, 1)
         wake_up(sleeper)
         wait(answers)
-    assert [sleeper.complete(tokens) for tokens in prompts] == expected
+    # The reference has cached them, too, by now: CPUs without AVX-512 round otherwise where vLLM reads cached blocks.
+    assert [sleeper.complete(tokens) for tokens in prompts] == [reference.complete(tokens) for tokens in prompts]
 
 
 def test_server_clears_its_namespace_to_sleep_unless_told_otherwise(
