@@ -45,6 +45,13 @@ def test_blocks_are_announced_once() -> None:
     assert announcements.take() == []
 
 
+def test_blocks_behind_a_chain_that_became_shorter_are_not_announced() -> None:
+    """A reply that counts more blocks than the request still has hashes for tells of those that it has."""
+    announcements, of = Announcements(is_on=True), request(2)
+    announcements.found(of, 3, 4, 1)
+    assert announcements.take() == [StoredBlocks(of, 0, 2)]
+
+
 def test_stored_blocks_are_announced_when_all_workers_have_stored_them() -> None:
     """A store is announced with its last report, and not if it failed on a worker."""
     rig = Rig(shards=2, announces=True)

@@ -66,6 +66,7 @@ class Announcements:
         """
         if not self._is_on:
             return
+        stop = min(stop, len(request.block_hashes))  # further input of a session may have made the chain shorter
         new = [depth for depth in range(start, stop) if request.block_hashes[depth] not in self._known]
         for depth in range(start, stop):
             self._known.setdefault(request.block_hashes[depth], ticket)
