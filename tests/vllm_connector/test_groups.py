@@ -213,10 +213,15 @@ def test_blocks_that_wait_for_more_are_offered_when_nothing_is_computed() -> Non
     assert (rig.held, rig.side.is_busy) == ([], False)
 
 
-def test_blocks_that_cannot_be_offered_are_freed_when_nothing_is_computed() -> None:
-    """Where vLLM has preempted the request meanwhile, what waited is not stored."""
+@pytest.mark.parametrize("why", ["the request is preempted", "the daemon is behind"])
+def test_blocks_that_cannot_be_offered_are_freed_when_nothing_is_computed(why: str) -> None:
+    """Where vLLM has preempted the request meanwhile, or the daemon takes nothing, what waited is not stored."""
     rig = GroupsRig()
-    rig.preempt(generated(rig))
+    request = generated(rig)
+    if why == "the daemon is behind":
+        rig.link.is_taking = False
+    else:
+        rig.preempt(request)
     rig.idle()
     assert (rig.held, rig.side.is_busy, rig.link.taken(Offer)) == ([], False, [])
 

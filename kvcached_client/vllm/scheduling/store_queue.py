@@ -101,11 +101,14 @@ class StoreQueue:
         return start + len(kept)
 
     def offer_kept(self, requests: Iterable[RequestState]) -> None:
-        """Offer what waits for more blocks, where no step may come that fills them: vLLM cannot reset what is held."""
+        """Offer what waits for more blocks, where no step may come that fills them: vLLM cannot reset what is held.
+
+        What a daemon that is behind does not take is freed: vLLM can sleep without it.
+        """
         for tracked in [each for each in requests if each.parting and not each.ticket]:
             tracked.due = tracked.full
             self.advance(tracked)
-            if not tracked.ticket and tracked not in self._postponed:
+            if not tracked.ticket and not (tracked in self._postponed and self._link.is_taking):
                 self._put_aside(tracked)
 
     def drop_kept(self, tracked: RequestState) -> None:
