@@ -29,7 +29,7 @@ def sglang_findings() -> Iterator[Finding]:
     except Exception as error:  # noqa: BLE001 - SGLang's imports fail in many ways
         yield Finding("hooks", "fail", f"{type(error).__name__}: {error}", _REPAIR)
         return
-    yield Finding("hooks", "ok", "SGLang has what both hooks need")
+    yield Finding("hooks", "ok", "SGLang has what the hooks need")
     try:
         storage = importlib.import_module("kvcached_client.sglang").KvcachedStorage
     except Exception as error:  # noqa: BLE001 - as above

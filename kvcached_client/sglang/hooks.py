@@ -12,34 +12,56 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, Final
 
+from kvcached_client.sglang import loaded_weights
+from kvcached_client.sglang.loaded_weights import LoadedWeights
+
 _REGISTRY: Final = "sglang.srt.plugins.hook_registry.HookRegistry"
-_TREE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
-_WEIGHTS: Final = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    ".flush_cache_after_weight_update"
+_CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_TREE: Final = f"{_CACHE}.prefetch_from_storage"
+_FLUSH: Final = f"{_CACHE}.reset"
+_UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+#: After each of these, whatever it returns or raises, weights in memory may be others. They are those of a model
+#: runner: the scheduler's functions of these names call them, but are looked up only when SGLang starts, so that a hook
+#: on them would come too late for a storage that is attached later. Between the first two, a trainer may write weights
+#: from outside.
+_WEIGHTS: Final = tuple(
+    f"{_UPDATER}.{name}"
+    for name in (
+        "begin_weight_update",
+        "end_weight_update",
+        "update_weights_from_disk",
+        "update_weights_from_ipc",
+        "update_weights_from_tensor",
+        "load_weights_from_distributed",
+    )
 )
-#: Arguments of the former that are used.
+#: Arguments of `_TREE` that are used.
 _NODE: Final = "last_host_node_id"
 _PREFIX: Final = "prefix_keys"
 
-#: Called when weights were replaced; of the storage that was made last.
-_tell: list[Callable[[], None]] = []
+#: Of this process, once the hooks are installed.
+_loaded: list[LoadedWeights] = []
 
 
-def install(on_new_weights: Callable[[], None]) -> None:
+def install(*, is_attached_late: bool) -> LoadedWeights:
     """Install the hooks, once in a process.
 
     Args:
-        on_new_weights: called when weights in memory were replaced.
+        is_attached_late: whether SGLang has run without this storage until now. If it has run without the hooks, too,
+            nobody knows whether its weights were replaced.
+
+    Returns:
+        What the process knows of its weights, the same for all storages.
 
     Raises:
         ValueError: this SGLang has not what they need.
     """
-    if _tell:
-        _tell[:] = [on_new_weights]
-        return
+    if _loaded:
+        return _loaded[0]
     signature = check_interface()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
+
+    loaded = LoadedWeights(loaded_weights.process_began_ns())
 
     def whole_prefix(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401 - SGLang's
         bound = signature.bind(*args, **kwargs)
@@ -47,14 +69,27 @@ def install(on_new_weights: Callable[[], None]) -> None:
         bound.arguments[_PREFIX] = prefix_of(tree.tree_core, node, is_root=tree.is_root(node))
         return bound.args, bound.kwargs
 
-    def new_weights(*_: object, **__: object) -> None:
-        for tell in _tell:
-            tell()
+    def new_weights(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - SGLang's
+        try:
+            return update(*args, **kwargs)
+        finally:
+            loaded.replaced("weights were replaced in memory")
 
-    _tell.append(on_new_weights)
+    def no_pages(*_: object, **__: object) -> None:
+        loaded.dropped_pages()
+
+    before = {target: pkgutil.resolve_name(target) for target in (_TREE, _FLUSH, *_WEIGHTS)}
     HookRegistry.register(_TREE, whole_prefix, HookType.BEFORE)
-    HookRegistry.register(_WEIGHTS, new_weights, HookType.AFTER)
+    HookRegistry.register(_FLUSH, no_pages, HookType.AFTER)
+    for target in _WEIGHTS:
+        HookRegistry.register(target, new_weights, HookType.AROUND)
     HookRegistry.apply_hooks()
+    if missed := [target for target, function in before.items() if pkgutil.resolve_name(target) is function]:
+        raise ValueError(f"SGLang has not installed kvcached's hooks, maybe beside another plug-in's: {missed}")
+    if is_attached_late:
+        loaded.replaced("kvcached was attached to a running SGLang, whose weights may have been replaced before")
+    _loaded.append(loaded)
+    return loaded
 
 
 def check_interface() -> inspect.Signature:
@@ -66,7 +101,8 @@ def check_interface() -> inspect.Signature:
     try:
         pkgutil.resolve_name(_REGISTRY)
         signature = inspect.signature(pkgutil.resolve_name(_TREE))
-        pkgutil.resolve_name(_WEIGHTS)
+        for target in (_FLUSH, *_WEIGHTS):
+            pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"this version of SGLang is not served: {error}") from error
     if not {_NODE, _PREFIX} <= set(signature.parameters):

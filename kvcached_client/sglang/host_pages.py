@@ -25,8 +25,20 @@ SIDE_POOLS: Final[Mapping[str, frozenset[str]]] = {
 }
 #: Layouts with more in a page than `get_page_buffer_meta` is known to tell.
 SERVED_LAYOUTS: Final = frozenset({"layer_first", "page_first", "page_first_direct"})
-#: What is said of a pool beside the sizes of a page's parts.
-_DESCRIBED: Final = ("layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "storage_format_tag")
+#: What is said of a pool beside the sizes of a page's parts. A pool of states has the `dtype` of its convolutions.
+_DESCRIBED: Final = (
+    "layout",
+    "dtype",
+    "page_size",
+    "layer_num",
+    "start_layer",
+    "end_layer",
+    "storage_format_tag",
+    "temporal_dtype",
+    "temporal_state_shape",
+    "conv_dtype",
+    "conv_state_shapes",
+)
 #: The first pages and the last show where all others are.
 _PAGES_MIN: Final = 3
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from kvcached_client.engines.weights import FindSnapshot, WeightReader, model_files
 from kvcached_client.vllm.identity import CONFIG_IGNORED, MADE_UP, has_scaled_rope
 from kvcached_client.vllm.settings import minor_version
 
-#: SGLang is untyped here.
-SglangObject: TypeAlias = Any
+#: (path or name of a model, revision, download directory) -> name and digest of each file; none without weights.
+Content: TypeAlias = Callable[[str, str | None, str | None], list[list[str]]]
 
 _PERSON: Final = b"kvcached sglang1"
-#: Settings of the model that say how and where from it is loaded, or how long prompts may be, not what it computes.
+#: Settings that say how and where from a model is loaded, how long prompts may be, or where experts are computed, not
+#: what the model computes.
 _SETTINGS_IGNORED: Final = frozenset(
     {
         "model_path",
@@ -36,9 +36,29 @@ _SETTINGS_IGNORED: Final = frozenset(
         "is_startup_weight_load_overlap",
         "startup_weight_load_mode",
         "modelexpress_config",
+        "kt_cpuinfer",
+        "kt_threadpool_count",
+        "enable_eplb",
+        "expert_balancedness_report_mode",
+        "mooncake_ib_device",
+        "int8_mamba_ckpt_size",
+        "mamba_max_states_per_path",
+        "mamba_track_interval",
     }
 )
-_PREFIXES_IGNORED: Final = ("weight_", "remote_instance_", "checkpoint_engine_", "decrypted_")
+_PREFIXES_IGNORED: Final = (
+    "weight_",
+    "remote_instance_",
+    "checkpoint_engine_",
+    "decrypted_",
+    "eplb_",
+    "elastic_ep_",
+    "expert_distribution_",
+)
+#: Settings that name further files, or a directory of them: their content counts.
+_FURTHER_FILES: Final = ("quantization_param_path", "modelopt_checkpoint_restore_path", "kt_weight_path")
+#: With these load formats, what is loaded is not what is in the files of the model's path.
+_FROM_ELSEWHERE: Final = ("remote_instance", "ipc_cache", "expert_pack", "private")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +66,7 @@ class ModelDescription:
     """What SGLang says of the model that it has loaded.
 
     Attributes:
-        settings: SGLang's settings of the model, by name.
+        settings: SGLang's settings of the model, of its experts, and of its states, by name.
         config: the model's configuration, as a dictionary.
         dtype: of activations.
         device: kind of device.
@@ -66,18 +86,13 @@ class ModelDescription:
         """Where the model is, or its name."""
         return str(self.settings["model_path"])
 
-    def keyspace(
-        self, part: list[object], *, weights_version: str, reader: WeightReader, find_snapshot: FindSnapshot
-    ) -> bytes:
+    def keyspace(self, part: list[object], *, weights_version: str, content: Content) -> bytes:
         """32 bytes that two processes have in common only if equal page hashes mean equal pages.
-
-        Reads the weight files, unless their digests are remembered.
 
         Args:
             part: which part of a page's layers and heads the process holds.
             weights_version: any text.
-            reader: reads the files.
-            find_snapshot: finds a model that is not given as a directory.
+            content: the content of files, see `LoadedWeights.content`.
 
         Raises:
             ValueError: the weights cannot be identified, and what to do.
@@ -85,7 +100,7 @@ class ModelDescription:
         settings = {
             name: value
             for name, value in self.settings.items()
-            if name not in _SETTINGS_IGNORED and not name.startswith(_PREFIXES_IGNORED)
+            if name not in _SETTINGS_IGNORED and name not in _FURTHER_FILES and not name.startswith(_PREFIXES_IGNORED)
         }
         is_made_up = settings.get("load_format") == MADE_UP
         parts: dict[str, object] = {
@@ -96,28 +111,48 @@ class ModelDescription:
             "sglang": minor_version(self.version) or self.version,
             "part": part,
             "context": self.settings.get("context_length") if has_scaled_rope(self.config) else None,
-            "weights": [self.seed] if is_made_up else self._weights(reader, find_snapshot, weights_version),
+            "weights": [self.seed] if is_made_up else self._weights(content, weights_version),
+            "further": self._further(content, weights_version),
             "weights_version": weights_version,
         }
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=32, person=_PERSON).digest()
 
-    def _weights(self, reader: WeightReader, find_snapshot: FindSnapshot, weights_version: str) -> list[object]:
-        """The content of the files; or the name, if there are none and a version tells what is in them."""
-        settings = self.settings
-        files = model_files(self.path, settings.get("revision"), settings.get("download_dir"), find_snapshot)
-        if not any(file.is_weights for file in files):
-            if weights_version:
-                return [self.path, settings.get("revision")]
+    def _weights(self, content: Content, weights_version: str) -> list[object]:
+        """The content of the files; or the name, if a version tells what is loaded instead."""
+        revision = self.settings.get("revision")
+        elsewhere = self._elsewhere()
+        found = [] if elsewhere else content(self.path, revision, self.settings.get("download_dir"))
+        if not found and not weights_version:
             raise ValueError(
-                f"no weight files of {self.path} are found on this machine, so that other weights under that name "
-                'would be taken for these: give a "weights_version", and another one whenever they change'
+                f"{elsewhere or f'no weight files of {self.path} are found on this machine'}, so that other weights "
+                'under that name would be taken for these: give a "weights_version", and another one whenever they '
+                "change"
             )
-        try:
-            digests = reader.digests(files)
-        except OSError as error:
-            raise ValueError(f"the weight files of {self.path} cannot be read: {error}") from error
-        return [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
+        return [*found] or [self.path, revision]
+
+    def _elsewhere(self) -> str:
+        """Why the files of the model's path do not tell what is loaded; empty if they do."""
+        load_format = self.settings.get("load_format")
+        if load_format in _FROM_ELSEWHERE:
+            return f"with --load-format {load_format} the weights of {self.path} are not those of its files"
+        if self.settings.get("weight_cache_mode") not in (None, "off"):
+            return f"with --weight-cache-mode the weights of {self.path} are those of another process"
+        return ""
+
+    def _further(self, content: Content, weights_version: str) -> list[object]:
+        """The content of files that other settings name."""
+        named = [(name, str(path)) for name in _FURTHER_FILES if (path := self.settings.get(name))]
+        found: list[object] = []
+        for name, path in named:
+            files = content(path, None, None) if Path(path).exists() else []
+            if not files and not weights_version:
+                raise ValueError(
+                    f"no files of {path} ({name}) are found on this machine, so that others under that name would be "
+                    'taken for these: give a "weights_version", and another one whenever they change'
+                )
+            found.append([name, files or path])
+        return found
 
     def label(self, part: str) -> str:
         """A name for people."""

@@ -6,12 +6,14 @@ it has, and the pages behind it. Every failure of the daemon is a miss.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Final, NamedTuple
 
-from kvcached_client.engines.one_process import OneProcessEngine, OneProcessSession
+from kvcached_client.engines.one_process import FETCH_MS, RETRY_S, OneProcessEngine, OneProcessSession
 from kvcached_client.offload import PreparedStore
 from kvcached_client.types import KEY_SIZE_BYTES
 
@@ -45,6 +47,18 @@ def chain_of(prefix: Sequence[str], hashes: Sequence[str]) -> Chain:
     return Chain(bytes.fromhex(digits), len(prefix))
 
 
+class Patience:
+    """How long one call of SGLang waits for the daemon's storage, with all that it looks up."""
+
+    def __init__(self) -> None:
+        self._ends_at_s = time.monotonic() + FETCH_MS / 1000
+
+    @property
+    def left_ms(self) -> int:
+        """What is left of it, not less than 0."""
+        return max(int((self._ends_at_s - time.monotonic()) * 1000), 0)
+
+
 class PageStore:
     """Pages in the daemon's host pool. Each of SGLang's threads may use it.
 
@@ -68,20 +82,21 @@ class PageStore:
         self._finder.close()
         self._copier.close()
 
-    def found(self, chain: Chain) -> int:
+    def found(self, chain: Chain, patience: Patience) -> int:
         """How many pages behind the prefix are stored, from the first on. Brings them from storage."""
         found = 0
         with self._finder.guarded() as session:
             if session is not None:
-                found = session.fetch(chain.keys, chain.pages * self._page_size, full=True)
+                found = _fetched(session, chain.keys, chain.pages * self._page_size, patience)
         return max(found - chain.prefix, 0)
 
-    def ends(self, keys: bytes, window: int, *, every: bool) -> list[int]:
+    def ends(self, keys: bytes, window: int, patience: Patience, *, every: bool) -> list[int]:
         """At which depths a prompt may end so that the last pages before it are stored, each found by itself.
 
         Args:
             keys: 16 bytes for each page of the prompt.
             window: how many pages before an end have to be there.
+            patience: when it ends, pages in the host pool are found, and no others.
             every: name all of them, not the last only.
 
         Returns:
@@ -92,11 +107,11 @@ class PageStore:
             if session is None:
                 return []
 
-            @functools.cache
+            @cache
             def is_stored(page: int) -> bool:
                 key = keys[page * KEY_SIZE_BYTES : (page + 1) * KEY_SIZE_BYTES]
                 if page >= pages - window:
-                    return session.fetch(key, self._page_size, full=True) == 1
+                    return _fetched(session, key, self._page_size, patience) == 1
                 with session.turn:
                     return session.client.match(key, self._page_size, full=True) == 1
 
@@ -121,7 +136,9 @@ class PageStore:
                 if plan is None:
                     with session.turn:
                         plan = session.client.prepare_load(hold.lease, chain.prefix, count)
-                bad = session.shard.load(plan.job(chain.keys, places, first=chain.prefix))
+                with _called_off(session, partial(session.client.cancel_load, plan.transfer)):
+                    job = plan.job(chain.keys, places, first=chain.prefix)
+                bad = session.shard.load(job)
                 return min(bad, default=count)
         return 0
 
@@ -161,5 +178,32 @@ def _copied(session: OneProcessSession, chain: Chain, plan: PreparedStore, place
         with session.turn:
             session.client.cancel_store(plan.transfer, "copies of earlier pages were lost")
         return False
-    session.shard.store(plan.job(chain.keys, places, first=chain.prefix))
+    with _called_off(session, partial(session.client.cancel_store, plan.transfer, "its places are not known")):
+        job = plan.job(chain.keys, places, first=chain.prefix)
+    session.shard.store(job)
     return True
+
+
+@contextlib.contextmanager
+def _called_off(session: OneProcessSession, cancel: Callable[[], None]) -> Iterator[None]:
+    """Call a prepared transfer off if the block fails: the daemon keeps its slots until it hears of them."""
+    try:
+        yield
+    except BaseException:
+        with session.turn:
+            cancel()
+        raise
+
+
+def _fetched(session: OneProcessSession, keys: bytes, tokens: int, patience: Patience) -> int:
+    """As `OneProcessSession.fetch`, but waits for storage only as long as there is patience."""
+    with session.turn:
+        found = session.client.match(keys, tokens, full=True)
+        wait_ms = patience.left_ms
+        if found == len(keys) // KEY_SIZE_BYTES or not wait_ms or time.monotonic() < session.storage_at_s:
+            return found
+        told = session.client.prefetch(keys, tokens, full=True, deadline_ms=wait_ms)
+        if told.reason == "unavailable":
+            session.storage_at_s = time.monotonic() + RETRY_S
+            return found
+        return session.client.match(keys, tokens, full=True)

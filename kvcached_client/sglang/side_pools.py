@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvcached_client.sglang.page_store import Chain, PageStore, chain_of
+from kvcached_client.sglang.page_store import Chain, PageStore, Patience, chain_of
 
 #: SGLang is untyped here: its `PoolTransfer`, by name, policy, hashes of pages, and tokens in the host pool.
 PoolTransfer: TypeAlias = Any
@@ -74,7 +74,7 @@ class SidePools:
             pool.pages.close()
         self._pools.clear()
 
-    def hit(self, chain: Chain, found: int, transfers: Iterable[PoolTransfer]) -> Hit:
+    def hit(self, chain: Chain, found: int, transfers: Iterable[PoolTransfer], patience: Patience) -> Hit:
         """How much of a chain can be used of which so many pages of keys and values are found."""
         ends, by_pool = list(range(1, found + 1)), dict[str, int]()
         ordered = sorted(transfers, key=_is_trailing)
@@ -83,19 +83,12 @@ class SidePools:
             pool = self._pools.get(_name(transfer))
             if pool is None or not ends:
                 return Hit(0, by_pool, [])
-            there = set(
-                self._ends(pool, Chain(chain.part(0, chain.prefix + ends[-1]), chain.prefix), transfer, every=every)
-            )
+            usable = Chain(chain.part(0, chain.prefix + ends[-1]), chain.prefix)
+            there = set(_ends(pool.pages, usable, transfer, patience, every=every))
             if there:
                 by_pool[_name(transfer)] = max(there)
             ends = [end for end in ends if end in there]
         return Hit(max(ends, default=0), by_pool, ends)
-
-    def _ends(self, pool: SidePool, chain: Chain, transfer: PoolTransfer, *, every: bool) -> Sequence[int]:
-        if _is_trailing(transfer):
-            window = max(len(transfer.keys or ()), 1)
-            return pool.pages.ends(chain.part(chain.prefix, chain.pages), window, every=every)
-        return range(1, pool.pages.found(chain) + 1)
 
     def load(self, transfers: Iterable[PoolTransfer], prefix: Sequence[str]) -> dict[str, list[bool]]:
         """Copy pages into SGLang's host pools: for each of a pool's whether it is there."""
@@ -123,6 +116,14 @@ class SidePools:
 def places_of(host_indices: Any, page_size: int) -> list[int]:  # noqa: ANN401 - a tensor
     """Numbers of the pages that hold these tokens; none for no tensor."""
     return [] if host_indices is None else [token // page_size for token in host_indices[::page_size].tolist()]
+
+
+def _ends(pages: PageStore, chain: Chain, transfer: PoolTransfer, patience: Patience, *, every: bool) -> Sequence[int]:
+    """At how many pages a chain may end for one pool."""
+    if _is_trailing(transfer):
+        window = max(len(transfer.keys or ()), 1)
+        return pages.ends(chain.part(chain.prefix, chain.pages), window, patience, every=every)
+    return range(1, pages.found(chain, patience) + 1)
 
 
 def _name(transfer: PoolTransfer) -> str:

@@ -6,9 +6,12 @@ daemon: SGLang itself lets all ranks use what all of them have found.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
@@ -20,7 +23,7 @@ from kvcached_client.engines.weights import WeightReader, default_notes_folder, 
 from kvcached_client.sglang import hooks
 from kvcached_client.sglang.host_pages import SERVED_POOLS, SIDE_POOLS, pages_of
 from kvcached_client.sglang.identity import ModelDescription, pool_keyspace
-from kvcached_client.sglang.page_store import Chain, PageStore, chain_of
+from kvcached_client.sglang.page_store import Chain, PageStore, Patience, chain_of
 from kvcached_client.sglang.settings import OPTION, TESTED_VERSION, read_settings
 from kvcached_client.sglang.side_pools import SidePool, SidePools, places_of
 
@@ -49,16 +52,19 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self._model = _described()
         self._part = _part_of(storage_config)
-        self._keyspace = self._model.keyspace(
-            self._part,
-            weights_version=self._settings.weights_version,
-            reader=WeightReader(default_notes_folder(), log=_log),
-            find_snapshot=find_snapshot,
-        )
+        self._weights = hooks.install(is_attached_late=_is_attached_late())
+        self._keyspace, self._is_secret = b"", False
+        if not self._weights.replacements:
+            self._keyspace = self._shared_keyspace()
+        self._replacements = self._weights.replacements  # after so many the keyspace was taken
+        if self._replacements:
+            self._take_secret_keyspace()
         self._pages: PageStore | None = None
-        self._side_pools = SidePools(is_alone=_ranks(storage_config) == 1)
+        self._side_pools = self._no_side_pools()
+        self._turn = threading.Lock()
+        self._calls = 0  # under way
+        self._closing: list[PageStore | SidePools] = []  # when no call is under way
         self._knows_prefixes = True
-        hooks.install(self._forget_weights)
         if self._model.version != TESTED_VERSION:
             _log.warning(
                 "kvcached: this is SGLang %s, and was tested with %s: compare outputs",
@@ -75,7 +81,8 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             ValueError: its pages cannot be served.
         """
         super().register_mem_pool_host(mem_pool_host)
-        self._pages = self._connected(_POOL, mem_pool_host, SERVED_POOLS)
+        with self._turn:
+            self._pages = self._connected(_POOL, mem_pool_host, SERVED_POOLS)
 
     def register_mem_host_pool_v2(self, host_pool: SglangObject, host_pool_name: str) -> None:
         """Use a host pool beside that of keys and values, too.
@@ -85,46 +92,53 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) != _POOL:
-            self._add_side_pool(str(host_pool_name), host_pool)
+            with self._turn:
+                self._add_side_pool(str(host_pool_name), host_pool)
 
     # --- SGLang's calls -----------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: SglangObject = None) -> int:
         """How many of these pages are stored, from the first on."""
-        return self._pages.found(self._chain(keys, extra_info)) if self._pages else 0
+        with self._in_use() as (pages, _):
+            return pages.found(self._chain(keys, extra_info), Patience()) if pages else 0
 
     def batch_get_v1(self, keys: list[str], host_indices: SglangObject, extra_info: SglangObject = None) -> list[bool]:
         """Copy pages into SGLang's host pool: for each whether it is there."""
         loaded = 0
-        if self._pages:
-            loaded = self._pages.load(self._chain(keys, extra_info), self._places(host_indices))
+        with self._in_use() as (pages, _):
+            if pages:
+                loaded = pages.load(self._chain(keys, extra_info), self._places(host_indices))
         return [number < loaded for number in range(len(keys))]
 
     def batch_set_v1(self, keys: list[str], host_indices: SglangObject, extra_info: SglangObject = None) -> list[bool]:
         """Copy pages from SGLang's host pool: for each whether it is stored."""
         stored = 0
-        if self._pages and self._is_told_prefixes(extra_info):
-            stored = self._pages.store(self._chain(keys, extra_info), self._places(host_indices))
+        with self._in_use() as (pages, _):
+            if pages and self._is_told_prefixes(extra_info):
+                stored = pages.store(self._chain(keys, extra_info), self._places(host_indices))
         return [number < stored for number in range(len(keys))]
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[SglangObject] | None = None, extra_info: SglangObject = None
     ) -> PoolTransferResult:
         """How many of these pages are stored, from the first on, with what the other pools need for them."""
-        chain = self._chain(keys, extra_info)
-        found = self._pages.found(chain) if self._pages else 0
-        hit = self._side_pools.hit(chain, found, pool_transfers or ())
+        chain, patience = self._chain(keys, extra_info), Patience()
+        with self._in_use() as (pages, side_pools):
+            found = pages.found(chain, patience) if pages else 0
+            hit = side_pools.hit(chain, found, pool_transfers or (), patience)
         return PoolTransferResult(hit.pages, ({_POOL: found} if found else {}) | hit.by_pool, hit.ends)
 
     def batch_get_v2(self, transfers: list[SglangObject], extra_info: SglangObject = None) -> dict[str, list[bool]]:
         """Copy pages into SGLang's other host pools: for each whether it is there."""
-        return self._side_pools.load(transfers, _prefix(extra_info))
+        with self._in_use() as (_, side_pools):
+            return side_pools.load(transfers, _prefix(extra_info))
 
     def batch_set_v2(self, transfers: list[SglangObject], extra_info: SglangObject = None) -> dict[str, list[bool]]:
         """Copy pages from SGLang's other host pools: for each whether it is stored."""
         if not self._is_told_prefixes(extra_info):
             return {str(each.name): [False] * len(each.keys or ()) for each in transfers}
-        return self._side_pools.store(transfers, _prefix(extra_info))
+        with self._in_use() as (_, side_pools):
+            return side_pools.store(transfers, _prefix(extra_info))
 
     def get(self, *_: object, **__: object) -> None:
         """Nothing: `batch_get_v1` finds pages."""
@@ -147,17 +161,78 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> None:
         """Have no engine with this model find what is stored now."""
-        told = [self._pages.clear(), self._side_pools.clear()] if self._pages is not None else []
-        if not all(told):
+        with self._in_use() as (pages, side_pools):
+            told = pages is None or all([pages.clear(), side_pools.clear()])
+        if not told:
             _log.warning("kvcached: nothing was cleared, the daemon does not answer")
 
     def close(self) -> None:
         """End the session; what is stored stays."""
-        if self._pages is not None:
-            self._pages.close()
-        self._side_pools.close()
+        with self._turn:
+            self._leave_pools()
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[tuple[PageStore | None, SidePools]]:
+        """The pages of the weights that are in memory now, for one call; none without a pool, or when closed."""
+        with self._turn:
+            if self._pages is not None and self._replacements != self._weights.replacements:
+                self._forget_weights()
+            self._calls += 1
+            in_use = self._pages, self._side_pools
+        try:
+            yield in_use
+        finally:
+            with self._turn:
+                self._calls -= 1
+                self._close_left()
+
+    def _forget_weights(self) -> None:
+        """Weights in memory may be others: find nothing of before, and share nothing with anybody from now on.
+
+        The pages of weights that were replaced as well are cleared. That is not enough if the daemon does not confirm
+        it, or if a call is under way, which might store one of them later: then others take their place.
+        """
+        replacements = self._weights.replacements
+        if not (self._is_secret and not self._calls and self._is_cleared()):
+            self._leave_pools()
+            self._take_secret_keyspace()
+            self._pages = self._connected(_POOL, self.mem_pool_host, SERVED_POOLS)
+            for name, pool in getattr(self, "registered_pools", {}).items():
+                if str(name) != _POOL:
+                    self._add_side_pool(str(name), pool)
+        self._replacements = replacements
+
+    def _is_cleared(self) -> bool:
+        return self._pages is not None and self._pages.clear() and self._side_pools.clear()
+
+    def _leave_pools(self) -> None:
+        """Have none from now on; calls that are under way end in the present ones."""
+        self._closing += [self._side_pools, *([self._pages] if self._pages else [])]
+        self._pages, self._side_pools = None, self._no_side_pools()
+        self._close_left()
+
+    def _close_left(self) -> None:
+        while self._closing and not self._calls:
+            self._closing.pop().close()
+
+    def _no_side_pools(self) -> SidePools:
+        return SidePools(is_alone=_ranks(self._config) == 1)
+
+    def _shared_keyspace(self) -> bytes:
+        """The keyspace of the weight files, which are read unless their digests are remembered."""
+        content = partial(
+            self._weights.content,
+            reader=WeightReader(default_notes_folder(), log=_log),
+            find_snapshot=find_snapshot,
+        )
+        return self._model.keyspace(self._part, weights_version=self._settings.weights_version, content=content)
+
+    def _take_secret_keyspace(self) -> None:
+        level = logging.DEBUG if self._is_secret else logging.WARNING
+        _log.log(level, "kvcached: %s: until SGLang starts again, nothing is shared with others", self._weights.why)
+        self._keyspace, self._is_secret = os.urandom(_SECRET_BYTES), True
 
     def _add_side_pool(self, name: str, pool: SglangObject) -> None:
         if not self._settings.side_pools:
@@ -184,19 +259,6 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         store = PageStore(finder, copier, page_size)
         store.connect()
         return store
-
-    def _forget_weights(self) -> None:
-        """Weights in memory are no longer those of the files: share nothing with anybody from now on."""
-        _log.warning(
-            "kvcached: weights were replaced in memory: until SGLang starts again, nothing is shared with others"
-        )
-        self._keyspace = os.urandom(_SECRET_BYTES)
-        if self._pages is not None:
-            earlier, self._pages = self._pages, self._connected(_POOL, self.mem_pool_host, SERVED_POOLS)
-            earlier.close()
-        for name, pool in getattr(self, "registered_pools", {}).items():
-            if str(name) != _POOL:
-                self._add_side_pool(str(name), pool)
 
     def _rank_of(self, name: str) -> int:
         """States are each rank's own, also where all ranks hold the same keys and values."""
@@ -225,6 +287,11 @@ def _prefix(extra_info: SglangObject) -> Sequence[str]:
     return getattr(extra_info, "prefix_keys", None) or ()
 
 
+def _is_attached_late() -> bool:
+    """Whether SGLang has run without a storage until now. It notes the one that it attaches when that is done."""
+    return get_context().config_bag("memory").hicache_storage_backend is None
+
+
 def _ranks(config: SglangObject) -> int:
     """How many processes hold a part of the model each."""
     return int(config.tp_size * config.pp_size * config.attn_cp_size)
@@ -242,10 +309,17 @@ def _check(config: SglangObject) -> None:
 
 def _described() -> ModelDescription:
     """The model that this process has loaded."""
-    settings = vars(get_context().config_bag("model"))
-    model, device = process_model_config(), get_context().config_bag("device")
+    context, model = get_context(), process_model_config()
+    execution, device = context.config_bag("exec"), context.config_bag("device")
+    bags = (context.config_bag("model"), getattr(execution, "moe", None), getattr(execution, "mamba", None))
     return ModelDescription(
-        settings={name: value for name, value in settings.items() if not name.startswith("_")},
+        settings={
+            name: value
+            for bag in bags
+            if bag is not None
+            for name, value in vars(bag).items()
+            if not name.startswith("_")
+        },
         config=model.hf_config.to_dict(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=device.device,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvcached_client.engines import weights
-from kvcached_client.sglang import hooks
+from kvcached_client.sglang import hooks, loaded_weights
 from tests.project.daemon_process import running_daemon
 from tests.project.source_tree import ROOT
 from tests.sglang.fake_sglang import FakeSglang, StorageConfig
@@ -119,7 +119,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     fake = FakeSglang(model)
     fake.install(monkeypatch)
     monkeypatch.delitem(sys.modules, "kvcached_client.sglang.storage", raising=False)
-    monkeypatch.setattr(hooks, "_tell", [])
+    monkeypatch.setattr(hooks, "_loaded", [])
+    monkeypatch.setattr(loaded_weights, "process_began_ns", lambda: 2**63)  # after its model was written
     monkeypatch.setattr(weights, "default_notes_folder", lambda: None)
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: fake.version if name == "sglang" else version(name))
@@ -128,14 +129,24 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 @pytest.fixture
 def make(fake: FakeSglang, run_dir: Path) -> Iterator[Make]:
-    """Makes storages, on the daemon of the module if no other directory is given."""
+    """Makes storages, on the daemon of the module if no other directory is given.
+
+    Each is that of another SGLang, unless it is attached to the one before, which is running.
+    """
     made: list[Storage] = []
 
     def make(
-        pool: Any, directory: Path | None = None, *, beside: dict[str, Any] | None = None, **config: Any
+        pool: Any,
+        directory: Path | None = None,
+        *,
+        beside: dict[str, Any] | None = None,
+        is_attached: bool = False,
+        **config: Any,
     ) -> Storage:
         from kvcached_client.sglang import KvcachedStorage  # noqa: PLC0415 - of this test's SGLang
 
+        if not is_attached:
+            hooks._loaded.clear()
         table = {"run_dir": str(directory or run_dir), "side_pools": bool(beside)}
         extra = {"interface_v1": 1, "kvcached": table}
         storage = KvcachedStorage(StorageConfig(**{"extra_config": extra, **config}), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Callable
@@ -101,8 +102,10 @@ class MambaPoolHost:
 
     layout, page_size, layer_num = "page_first", 1, LAYERS
 
-    def __init__(self, seed: int = 0, *, pages: int = PAGES) -> None:
+    def __init__(self, seed: int = 0, *, pages: int = PAGES, temporal_dtype: str = "torch.float32") -> None:
         self.size = pages
+        self.dtype = self.conv_dtype = "torch.bfloat16"
+        self.temporal_dtype = temporal_dtype
         self.content = np.random.default_rng(seed).random((pages, 100), np.float32)
 
     def page(self, page: int) -> bytes:
@@ -131,6 +134,9 @@ class UnifiedRadixCache:
     def get_prefix_hash_values(self, node: int) -> list[str]:
         return [each for above in self.nodes[:node] for each in above]
 
+    def reset(self) -> None:
+        """The pages are dropped."""
+
     def prefetch_from_storage(
         self,
         request: str,
@@ -142,13 +148,35 @@ class UnifiedRadixCache:
         self.told = prefix_keys
 
 
-class SchedulerWeightUpdaterManager:
-    def flush_cache_after_weight_update(self, request: Any, success: bool, message: str) -> tuple[bool, str]:
-        return success, message
+class WeightUpdater:
+    """Of a model runner. A trainer that writes weights from outside begins and ends, and does nothing else."""
+
+    def begin_weight_update(self) -> None:
+        pass
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        pass
+
+    def update_weights_from_disk(self, model_path: str, load_format: str) -> tuple[bool, str]:
+        return True, "done"
+
+    def update_weights_from_ipc(self, request: Any) -> tuple[bool, str]:
+        return True, "done"
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        raise NotImplementedError("an unknown format, after half of the tensors were loaded")
+
+    def load_weights_from_distributed(self, named_tensors: Any) -> tuple[bool, str]:
+        return False, "partially updated"
+
+
+def replace_weights() -> None:
+    """By a request that names a folder."""
+    assert WeightUpdater().update_weights_from_disk("elsewhere", "auto") == (True, "done")
 
 
 class HookRegistry:
-    """Applies hooks of the two kinds that are used."""
+    """Applies hooks of the kinds that are used."""
 
     hooks: list[tuple[type, str, Callable[..., Any], str]]
 
@@ -161,13 +189,17 @@ class HookRegistry:
     def apply_hooks(cls) -> None:
         for owner, name, hook, kind in cls.hooks:
             setattr(owner, name, _hooked(getattr(owner, name), hook, kind))
+        cls.hooks = []
 
 
 def _hooked(original: Callable[..., Any], hook: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
         if kind == "before":
             args, kwargs = hook(*args, **kwargs)
             return original(*args, **kwargs)
+        if kind == "around":
+            return hook(original, *args, **kwargs)
         result = original(*args, **kwargs)
         changed = hook(result, *args, **kwargs)
         return result if changed is None else changed
@@ -177,7 +209,7 @@ def _hooked(original: Callable[..., Any], hook: Callable[..., Any], kind: str) -
 
 FAKES: dict[str, type] = {
     "UnifiedRadixCache": UnifiedRadixCache,
-    "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager,
+    "WeightUpdater": WeightUpdater,
 }
 
 
@@ -214,6 +246,11 @@ class FakeSglang:
             ),
             "device": SimpleNamespace(device="cpu", random_seed=1),
             "spec": SimpleNamespace(speculative_algorithm=None),
+            "memory": SimpleNamespace(hicache_storage_backend="dynamic"),
+            "exec": SimpleNamespace(
+                moe=SimpleNamespace(kt_weight_path=None, kt_num_gpu_experts=None, kt_cpuinfer=None),
+                mamba=SimpleNamespace(mamba_ssm_dtype=None),
+            ),
         }
 
     def config_bag(self, name: str) -> SimpleNamespace:
@@ -225,18 +262,17 @@ class FakeSglang:
         HookRegistry.hooks = []
         for fake, method in (
             (UnifiedRadixCache, "prefetch_from_storage"),
-            (SchedulerWeightUpdaterManager, "flush_cache_after_weight_update"),
+            (UnifiedRadixCache, "reset"),
+            *((WeightUpdater, name) for name in vars(WeightUpdater) if not name.startswith("_")),
         ):
             patch.setattr(fake, method, getattr(fake, method))  # taken back with its hooks
         modules: dict[str, dict[str, Any]] = {
             "mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage, "PoolTransferResult": PoolTransferResult},
             "mem_cache.unified_radix_cache": {"UnifiedRadixCache": UnifiedRadixCache},
-            "managers.scheduler_components.weight_updater": {
-                "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager
-            },
+            "model_executor.model_runner_components.weight_updater": {"WeightUpdater": WeightUpdater},
             "plugins.hook_registry": {
                 "HookRegistry": HookRegistry,
-                "HookType": SimpleNamespace(BEFORE="before", AFTER="after"),
+                "HookType": SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around"),
             },
             "runtime_context": {"get_context": lambda: self, "process_model_config": lambda: model_config},
         }

@@ -12,10 +12,10 @@ from tests.sglang.fake_sglang import (
     MambaPoolHost,
     MHATokenToKVPoolHost,
     PoolTransfer,
-    SchedulerWeightUpdaterManager,
     behind,
     hashes,
     places,
+    replace_weights,
 )
 
 WINDOW = 2
@@ -61,6 +61,17 @@ def test_states_come_back_at_the_ends_that_have_one(make: Make) -> None:
     assert second.batch_get_v2([trailing("mamba", [keys[4]], [9])], behind(*keys[:4])) == {"mamba": [True]}
     assert target.page(9) == source.page(3)
     assert second.batch_get_v2([trailing("mamba", [keys[2]], [9])], behind(*keys[:2])) == {"mamba": [False]}
+
+
+def test_states_of_other_numbers_are_not_found(make: Make) -> None:
+    """States in bfloat16 and in float16 have as many bytes, in the same places, and mean something else."""
+    keys = hashes(1)
+    for dtype in ("torch.bfloat16", "torch.float16"):
+        storage = make(MHATokenToKVPoolHost(), beside={"mamba": MambaPoolHost(temporal_dtype=dtype)})
+        store(storage, keys)
+        assert storage.batch_exists_v2(keys, [ask("mamba")], behind()).kv_hit_pages == 0
+        storage.batch_set_v2([trailing("mamba", keys, [0])], behind())
+        assert storage.batch_exists_v2(keys, [ask("mamba")], behind()).kv_hit_pages == 1
 
 
 def test_windows_come_back_whole_or_not(make: Make) -> None:
@@ -149,10 +160,7 @@ def test_clear_and_new_weights_are_for_all_pools(make: Make) -> None:
     """What is cleared, and what was stored before weights were replaced, is found in no pool."""
     keys = hashes(1)
     storage = make(MHATokenToKVPoolHost(), beside={"mamba": MambaPoolHost()})
-    for forget in (
-        storage.clear,
-        lambda: SchedulerWeightUpdaterManager().flush_cache_after_weight_update("request", True, "done"),
-    ):
+    for forget in (storage.clear, replace_weights, replace_weights):
         store(storage, keys)
         storage.batch_set_v2([trailing("mamba", keys, [0])], behind())
         assert storage.batch_exists_v2(keys, [ask("mamba")], behind()).kv_hit_pages == 1

@@ -17,7 +17,6 @@ from tests.sglang.conftest import CONFIG, Make
 from tests.sglang.fake_sglang import (
     FakeSglang,
     MHATokenToKVPoolHost,
-    SchedulerWeightUpdaterManager,
     UnifiedRadixCache,
     behind,
     hashes,
@@ -103,18 +102,6 @@ def test_clear_is_for_all(make: Make) -> None:
     assert first.batch_exists(keys) == 0
     assert first.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
     assert second.batch_exists(keys) == 2
-
-
-def test_replaced_weights_share_nothing(make: Make) -> None:
-    """When weights in memory are replaced, SGLang finds neither its own pages of before nor anybody else's."""
-    keys, pool = hashes(2), MHATokenToKVPoolHost()
-    storage = make(pool)
-    storage.batch_set_v1(keys, places(0, 1), behind())
-    assert SchedulerWeightUpdaterManager().flush_cache_after_weight_update("request", True, "done") == (True, "done")
-    assert storage.batch_exists(keys) == 0
-    assert storage.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
-    assert storage.batch_exists(keys) == 2
-    assert make(pool).batch_exists(keys) == 2  # of before: the files are the same
 
 
 def test_sglang_asks_with_whole_prefixes(make: Make) -> None:

@@ -1,0 +1,108 @@
+"""Which SGLang processes share pages, by what they have loaded, with as much of SGLang as its storage sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.sglang.conftest import Make
+from tests.sglang.fake_sglang import FakeSglang, MHATokenToKVPoolHost, behind, hashes, places
+
+KEYS = hashes(2)
+
+
+def found(make: Make, **config: Any) -> int:
+    """How many of two pages an SGLang finds; it stores what it has not found."""
+    storage = make(MHATokenToKVPoolHost(), **config)
+    pages = int(storage.batch_exists(KEYS))
+    assert storage.batch_set_v1(KEYS, places(0, 1), behind()) == [True, True]
+    return pages
+
+
+def of_version(make: Make, run_dir: Path, version: str) -> int:
+    """As `found`, with a version of the weights."""
+    table = {"run_dir": str(run_dir), "weights_version": version}
+    return found(make, extra_config={"interface_v1": 1, "kvcached": table})
+
+
+@pytest.mark.parametrize(
+    ("bag", "changes"),
+    [
+        ("moe", {"kt_num_gpu_experts": 4}),
+        ("moe", {"kt_max_deferred_experts_per_token": 1}),
+        ("moe", {"kt_method": "AMXINT4"}),
+        ("mamba", {"mamba_ssm_dtype": "bfloat16"}),
+    ],
+)
+def test_how_experts_and_states_are_computed_makes_another_model(
+    make: Make, fake: FakeSglang, bag: str, changes: dict[str, Any]
+) -> None:
+    """Experts in another precision, or in other places of the sum, give other keys and values; so do states."""
+    assert found(make) == 0
+    vars(getattr(fake.bags["exec"], bag)).update(changes)
+    assert found(make) == 0
+    assert found(make) == 2
+
+
+def test_threads_of_experts_are_not_in_the_keyspace(make: Make, fake: FakeSglang) -> None:
+    """How many threads compute experts changes no page."""
+    assert found(make) == 0
+    fake.bags["exec"].moe.kt_cpuinfer = 8
+    assert found(make) == 2
+
+
+def test_versions_without_such_settings_are_served(make: Make, fake: FakeSglang) -> None:
+    """Not every SGLang says how experts and states are computed."""
+    fake.bags["exec"] = SimpleNamespace()
+    assert [found(make), found(make)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("bag", "name", "file"),
+    [
+        ("model", "quantization_param_path", "scales.json"),
+        ("moe", "kt_weight_path", "experts/experts.safetensors"),
+    ],
+)
+def test_content_of_further_files_counts(
+    make: Make, fake: FakeSglang, tmp_path: Path, bag: str, name: str, file: str
+) -> None:
+    """Scales of keys and values, and weights of experts, are told apart by what is in their files, not by path."""
+    settings = fake.bags["model"] if bag == "model" else fake.bags["exec"].moe
+    places_of_file = tmp_path / "first", tmp_path / "second"
+    for place in places_of_file:
+        path = place / file
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"1")
+    first, second = (place / Path(file).parts[0] for place in places_of_file)
+    setattr(settings, name, str(first))
+    assert found(make) == 0
+    setattr(settings, name, str(second))
+    assert found(make) == 2
+    (places_of_file[1] / file).write_bytes(b"2")
+    assert found(make) == 0
+
+
+def test_further_files_that_are_not_here_need_a_version(make: Make, fake: FakeSglang, run_dir: Path) -> None:
+    """Nobody knows what is in them, unless a version tells."""
+    fake.bags["exec"].moe.kt_weight_path = "/nowhere"
+    with pytest.raises(ValueError, match=r"no files of /nowhere \(kt_weight_path\)"):
+        found(make)
+    assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("load_format", "remote_instance"), ("load_format", "expert_pack"), ("weight_cache_mode", "client")],
+)
+def test_weights_from_elsewhere_need_a_version(
+    make: Make, fake: FakeSglang, run_dir: Path, name: str, value: str
+) -> None:
+    """Weights of another process are not those of the files of the model's path, though there are some."""
+    setattr(fake.bags["model"], name, value)
+    with pytest.raises(ValueError, match=r"the weights of .* are .* give a \"weights_version\""):
+        found(make)
+    assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
