@@ -13,7 +13,7 @@
 # GPU_LIMIT_S is when the script gives up (default 580 seconds), GPU_MIB how much memory the checks copy (default 1024),
 # GPU_ROUNDS the rounds of the benchmark (default 20), GPU_FILLS how busy an engine is before copies (default 1000),
 # GPU_WARM_FILLS how much a stream has to do when its engine is killed (default 20000), GPU_STEPS which steps to run, by
-# name (default all).
+# name (default all but vllm-answers and vllm-speed, which need vLLM).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -94,6 +94,11 @@ step cuda "$python" -m benchmarks cuda --json --rounds "${GPU_ROUNDS:-20}"
 step demo-tp1 "$python" -m kvcached demo --device cuda --tp 1 --json
 step demo-tp2 "$python" -m kvcached demo --device cuda --tp 2 --json
 step demo-graphs "$python" -m kvcached demo --device cuda --cuda-graphs --tp 1 --json
+# Ten minutes of their own, in a Python that has a CUDA build of vLLM as well: only if GPU_STEPS names them.
+if [[ " ${GPU_STEPS:-} " == *" vllm-"* ]]; then
+    step vllm-answers "$python" -m tests.gpu.vllm_answers
+    step vllm-speed "$python" -m tests.gpu.vllm_speed --rounds "${GPU_ROUNDS:-10}"
+fi
 
 if ((${#failed[@]})); then
     printf 'failed: %s\n' "${failed[*]}"
