@@ -232,12 +232,12 @@ class Namespaces:
         return namespace
 
     def generation_of(self, tree: PrefixTree) -> int | None:
-        """The generation that a tree is of, as headers say it; None for one that was cleared or forgotten.
+        """The generation that a tree is of, as headers say it; None for one that is cleared or forgotten.
 
-        Replicas get another namespace instead of another generation.
+        Replicas get another namespace instead of another generation, once all copies have ended.
         """
         if tree.pools:
-            return 0
+            return None if any(pool.clearing for pool in tree.pools) else 0
         return next((namespace.generation for namespace in self.by_root.values() if namespace.tree is tree), None)
 
     def _forget(self, namespace: Namespace) -> None:

@@ -10,6 +10,7 @@ taken of bytes that came from bytes whose checksums were compared, in both direc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
@@ -128,8 +129,10 @@ class HostCopies:
         return Done(sequence=request.sequence, count=good)
 
     def _drop_wrong(self, kind: StoredKind, slot: _Slot, result: Result) -> None:
+        """Delete a wrong block. Where that fails, as on a full disk, the blocks before it are still good."""
         if result.outcome is Outcome.DONE and self._backend.capabilities.deletes:
-            self._backend.delete([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
+            with contextlib.suppress(Exception):  # of any backend; the block is found wrong again
+                self._backend.delete([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
 
     # --- to storage -------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if pages.blocks != (expected := self._kv_cache_config.num_blocks):
             raise ValueError(
                 f"the KV tensors have {pages.blocks} blocks where vLLM counts {expected}: its attention kernels split "
-                "blocks; choose a --block-size that they take whole"
+                "blocks; choose a --block-size that they take whole, or another attention backend"
             )
         self._pages = pages
         shards = Shards(

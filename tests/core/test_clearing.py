@@ -8,12 +8,22 @@ import pytest
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.explain import explain
-from kvcached.core.messages import ClearingEnded, MembersDied, SessionExpired, Ticked, WorkerDied
+from kvcached.core.messages import (
+    BackupSettled,
+    ClearingEnded,
+    MembersDied,
+    SessionExpired,
+    StorageReady,
+    Ticked,
+    WorkerDied,
+)
 from kvcached.core.restart.rejoin import Rejoin
 from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.core.transfers.storage import StorageSpec
+from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached_client.types import NO_FENCE, MissReason
 from tests.core.engine import Engine, healthy, keys_of, refused, states
-from tests.core.host_tier import Workers, crowd_out, host_counts, host_of, loading, stored
+from tests.core.host_tier import Workers, crowd_out, host_counts, host_of, loading, make_tiers, stored
 
 ANEW = b"another root"
 
@@ -240,3 +250,24 @@ def test_replica_works_after_it(new_tiers: Callable[..., Cache]) -> None:
     workers.answer(load)
 
     assert (grant.hit, engine.hit("abcdef")) == (6, 6)
+
+
+def test_no_backup_begins_while_copies_are_awaited() -> None:
+    """Backups under way are awaited; those that wait for their turn never begin, so that the clear ends soon."""
+    cache = make_tiers("a", slots=64, host_slabs=8, slots_per_slab=16, storage=StorageSpec(BackupPolicy.EVERY))
+    cache.handle(StorageReady())
+    engine, workers = Engine(cache), Workers(cache)
+    for first in "abcdefghijklmnop":
+        engine.store(first + "xyz")
+        workers.answer_all()
+    under_way = [copy.id for copy in cache.storage.copies]
+    assert cache.storage.backups.candidates.waiting
+    begin(cache)
+
+    ended = [cleared(cache)]
+    for transfer in under_way:
+        cache.handle(BackupSettled(transfer, 4))
+        ended.append(cleared(cache))
+
+    assert [each is not None for each in ended] == [False] * len(under_way) + [True]
+    assert_empty(cache)

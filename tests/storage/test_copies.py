@@ -183,6 +183,19 @@ def test_changed_byte_ends_the_hit(rig: Rig, at: int) -> None:
     assert key not in rig.shelf.values
 
 
+def test_wrong_block_that_cannot_be_deleted_costs_only_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a wrong block cannot be deleted, as on a full disk, the blocks before it are still fetched."""
+    (key,) = [key for key in rig.shelf.values if key[16:] == KEYS[1]]
+    rig.shelf.values[key][-1] ^= 1
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError("database or disk is full")
+
+    monkeypatch.setattr(rig.shelf, "delete", full)
+
+    assert rig.fetch([4, 5, 6]) == (1, 1)
+
+
 def test_other_block_under_the_key_is_not_used(rig: Rig) -> None:
     """A sound value of another block, of another place in the chain, or of another generation is no hit."""
     one, two = [next(key for key in rig.shelf.values if key[16:] == KEYS[depth]) for depth in (1, 2)]
