@@ -182,7 +182,8 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers, canonical=config.has_canonical_storage)
         share = None if host is None or config.offload is None else _share(config, host, parts)
-        state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record())
+        layout = "engine" if config.storage is None else config.storage.layout
+        state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record(), layout)
         service = _service(config, cache, replicas, share, state_place, headers, engine_pools)
         attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service, _access(config))
         service.watch = attach

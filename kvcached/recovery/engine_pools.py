@@ -183,10 +183,10 @@ class EnginePools:
         claimed = ClaimedPool(pool=pool.head.pool_id, rank_bytes=pool.head.rank_bytes, blocks=pool.head.blocks)
         return claimed, pool.descriptors(request.rank)
 
-    def cleared(self, namespace: bytes) -> None:
-        """Drop what the pools hold of a namespace; pools that no engine uses are given back."""
+    def cleared(self, is_cleared: Callable[[bytes], bool]) -> None:
+        """Drop what the pools hold of namespaces that are cleared; pools that no engine uses are given back."""
         for pool in self._pools[:]:
-            if pool.table.namespace == namespace:
+            if (namespace := pool.table.namespace) and is_cleared(namespace):
                 pool.table.new_epoch()
                 if not self._is_used(pool):
                     self._give_back(pool, "its namespace was cleared")

@@ -90,6 +90,9 @@ def editions_of(record: Record | None, ledger: Ledger | None, *, canonical: bool
     A clear may have reached only one of the two files. If they differ, the later edition holds: the larger number. So
     it does for namespaces that now share a root in storage, and did not before.
 
+    Namespaces with a canonical root do not go on where a daemon with another layout ended: storage may have blocks in
+    this layout under that number which were cleared since. If it is later than that of the record, none is known.
+
     Args:
         record: what is written down beside storage.
         ledger: that of the daemon before.
@@ -98,17 +101,23 @@ def editions_of(record: Record | None, ledger: Ledger | None, *, canonical: bool
     found: dict[bytes, Edition] = {}
     for each in () if record is None else record.editions:
         found[bytes.fromhex(each.namespace)] = Edition(each.generation, each.weights_version)
-    if ledger is not None:
-        told = [
-            (spec_of(each, canonical=canonical).storage_root, Edition(each.generation)) for each in ledger.namespaces
-        ]
-        for replica in ledger.replicas:
-            edition = Edition(replica.generation, replica.weights_version)
-            told.append((bytes.fromhex(replica.namespace), edition))
-        for root, edition in told:
-            if root not in found or found[root].generation < edition.generation:
-                found[root] = edition
+    if ledger is None:
+        return found
+    for replica in ledger.replicas:
+        _put_later(found, bytes.fromhex(replica.namespace), Edition(replica.generation, replica.weights_version))
+    is_of_this_layout = ledger.layout == ("canonical" if canonical else "engine")
+    for space in ledger.namespaces:
+        root = spec_of(space, canonical=canonical).storage_root
+        if is_of_this_layout or not space.canonical_root:
+            _put_later(found, root, Edition(space.generation))
+        elif root in found and found[root].generation < space.generation:
+            del found[root]
     return found
+
+
+def _put_later(found: dict[bytes, Edition], root: bytes, edition: Edition) -> None:
+    if root not in found or found[root].generation < edition.generation:
+        found[root] = edition
 
 
 def generation_of(replica: ReplicaConfig, editions: Mapping[bytes, Edition], first: int) -> Generation:
@@ -242,7 +251,10 @@ def _in_thread(work: Callable[[], bytes | None], tell: Callable[[bytes | None, s
         except RuntimeError:  # the loop is closed: no task waits for the result
             return
 
-    threading.Thread(target=act, name="record of generations", daemon=True).start()
+    try:
+        threading.Thread(target=act, name="record of generations", daemon=True).start()
+    except RuntimeError as error:  # a limit of processes is reached
+        loop.call_soon(tell, None, str(error))
 
 
 def _replace(path: Path, data: bytes) -> None:

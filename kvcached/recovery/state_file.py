@@ -168,6 +168,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         boot: the boot of the machine in which it was written.
         epoch: that of the daemon that wrote it.
         pid_namespace: the inode of the namespace that its process ids belong to; 0 if it is unknown.
+        layout: of storage, as it was configured; written if a namespace has a canonical root, so that daemons that know
+            no such root read the ledger.
         host: the host pool; None without one.
     """
 
@@ -175,6 +177,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     boot: str
     epoch: Count
     pid_namespace: Count = 0
+    layout: Literal["engine", "canonical"] | msgspec.UnsetType = msgspec.UNSET
     host: HostPoolRecord | None = None
     namespaces: tuple[NamespaceRecord, ...] = ()
     replicas: tuple[ReplicaRecord, ...] = ()

@@ -21,10 +21,10 @@ from kvcached.core.messages import ClearingEnded
 from kvcached.core.namespaces import Namespace
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
+from kvcached.recovery.recorder import Recorder
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, NamedNamespace, Replica, check_replica, resolve_namespace
-from kvcached.service.state_writer import Recorder
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol import engine as wire
@@ -232,7 +232,7 @@ class Clears:
         recorder: of generations: what it has not written yet is not told.
         own_session: the session in offload mode that a connection owns, in an epoch of the host pool.
         carry_out: does what the core asks for.
-        cleared: told of the root of a namespace of engines in offload mode that was cleared.
+        cleared: told which roots of namespaces of engines in offload mode are cleared.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Clears:
         *,
         own_session: Callable[[bytes, int], SessionId],
         carry_out: Callable[[], None],
-        cleared: Callable[[bytes], None],
+        cleared: Callable[[Callable[[bytes], bool]], None],
     ) -> None:
         recorder.settled = partial(pending.look, Wait.CLEAR)
         self._recorder = recorder
@@ -332,9 +332,14 @@ class Clears:
         return self._done(_Clear((), space.generation, "", target.root, target.label, blocks))
 
     def _tell_cleared(self, namespace: Namespace) -> None:
-        """Tell of all namespaces that are cleared together."""
-        for each in self._cache.offload.namespaces.of_storage(namespace.spec.storage_root):
-            self._cleared(each.spec.root)
+        """Tell of all namespaces that are cleared together. One that is forgotten may have been of them."""
+        spec, by_root = namespace.spec, self._cache.offload.namespaces.by_root
+
+        def is_cleared(root: bytes) -> bool:
+            known = by_root.get(root)
+            return bool(spec.canonical_root) if known is None else known.spec.storage_root == spec.storage_root
+
+        self._cleared(is_cleared)
 
     def _done(self, clear: _Clear) -> _Clear:
         clear.version = self._recorder.version

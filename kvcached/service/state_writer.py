@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from kvcached.config.tables import StorageLayout
 from kvcached.core.cache import Cache
-from kvcached.core.generations import Generations
-from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageReady
+from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageLost, StorageReady
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import NO_MEMORY
 from kvcached.process.identity import pid_namespace
-from kvcached.recovery.generations import EditionRecord, Record, RecordWriter, recorded_layout
+from kvcached.recovery.recorder import Recorder
 from kvcached.recovery.state_file import (
     HostPoolRecord,
     Ledger,
@@ -35,16 +33,11 @@ from kvcached.recovery.state_file import (
     SessionRecord,
 )
 from kvcached.service.offload.admission import OffloadAdmission
-from kvcached.service.pending import Later, Timer
+from kvcached.service.pending import Later
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EngineGroup, EngineGroups
 from kvcached_client.blocks.host_layout import HostGeometry
-from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.types import SessionId
-
-#: A write of the record of generations that takes longer has failed for the clears that wait for it, though it may
-#: still succeed. Shorter than a client's deadline, so that the client gets the reason.
-WRITE_DEADLINE_S: Final = 5.0
 
 _log: Final = logging.getLogger(__name__)
 
@@ -69,11 +62,13 @@ class StatePlace:
     Attributes:
         boot: which boot of the machine it is.
         host: the host pool's memory, nothing allocated; None without a host tier.
+        layout: of storage, as it is configured.
     """
 
     file: LedgerFile
     boot: str
     host: HostPoolRecord | None
+    layout: StorageLayout = "engine"
 
 
 class StateWriter:
@@ -105,9 +100,11 @@ class StateWriter:
         self._written = (-1, -1)
 
     def heard(self, event: Event) -> None:
-        """Storage is ready: write the record of generations to it."""
+        """Storage is ready: write the record of generations to it, until it is lost."""
         if isinstance(event, StorageReady):
             self.recorder.open()
+        elif isinstance(event, StorageLost):
+            self.recorder.close()
 
     def keep(self) -> None:
         """Write the state if it has changed, before the reply or order that depends on it.
@@ -132,12 +129,14 @@ class StateWriter:
             _log.critical("nor removed; stop the daemon in order and delete it before the next start: %s", error)
 
     def _ledger(self, state_place: StatePlace) -> Ledger:
+        namespaces = tuple(self._namespaces())
         return Ledger(
             boot=state_place.boot,
             epoch=self._cache.epoch,
             pid_namespace=pid_namespace(),
+            layout=state_place.layout if any(each.canonical_root for each in namespaces) else UNSET,
             host=None if state_place.host is None else _with_allocated(state_place.host, self._cache),
-            namespaces=tuple(self._namespaces()),
+            namespaces=namespaces,
             replicas=tuple(_replica(each, self._cache) for each in self._replicas.values()),
             sessions=tuple(filter(None, map(self._session, self._groups.groups))),
         )
@@ -211,124 +210,6 @@ def _replica(replica: Replica, cache: Cache) -> ReplicaRecord:
         configured_policy=replica.write_policy,
         asleep=cache.pools[replica.name].state in NO_MEMORY and not replica.waits_for_device,
     )
-
-
-class _Contents(NamedTuple):
-    """The versions of a record's contents."""
-
-    version: int
-    forgets: tuple[bytes, ...]
-
-
-class Recorder:
-    """Writes the record whenever it has changed, one write at a time.
-
-    Args:
-        generations: of all namespaces.
-        later: sets timers.
-
-    Attributes:
-        forgets: how keys in storage begin that are to be forgotten yet.
-        why: why the last write failed; empty = it did not.
-        settled: called when a write is over, whatever came of it.
-    """
-
-    def __init__(self, generations: Generations, later: Later) -> None:
-        self.forgets: Callable[[], Iterable[bytes]] = tuple
-        self.why = ""
-        self.settled: Callable[[], None] = lambda: None
-        self._generations = generations
-        self._later = later
-        self._writer: RecordWriter | None = None
-        self._layout: StorageLayout = "engine"
-        self._is_open = False
-        self._is_writing = False
-        self._is_late = False
-        self._timer: Timer | None = None
-        self._tried: _Contents | None = None
-        self._written_version = -1
-
-    def use(self, writer: RecordWriter, layout: StorageLayout = "engine") -> None:
-        """There is storage: nothing that it may remember is written down before `open`, when it is there."""
-        self._writer, self._layout, self.why = writer, layout, "storage has not been opened yet"
-
-    def open(self) -> None:
-        """Storage is there, maybe on another device than before: the record is written to it."""
-        self._is_open, self._tried = True, None
-        self.keep()
-
-    def keep(self) -> None:
-        """Begin to write what has changed since the last time. Nothing waits here, and nothing is raised."""
-        if self._writer is None or not self._is_open or self._is_writing:
-            return
-        contents = _Contents(self._generations.version, tuple(self.forgets()))
-        if contents == self._tried:
-            return
-        self._tried, self._is_writing = contents, True
-        self._timer = self._later(WRITE_DEADLINE_S, self._on_late)
-        self._writer.write(self._record(contents), partial(self._over, contents))
-
-    def again(self) -> None:
-        """Try once more, where the last write failed."""
-        if self.why:
-            self._tried = None
-            self.keep()
-
-    @property
-    def version(self) -> int:
-        """Of the present editions."""
-        return self._generations.version
-
-    def holds(self, version: int) -> bool:
-        """Whether the editions of a version, or later ones, outlive the machine's restart, as far as storage does."""
-        return self._writer is None or self._written_version >= version
-
-    def check(self, version: int) -> bool:
-        """As `holds`, for whoever waits for it.
-
-        Raises:
-            RequestError: they were not written, and nothing is under way that may do so.
-        """
-        if self.failed(version):
-            raise request_error(
-                ErrorCode.INTERNAL,
-                "the namespace is cleared, but a restart of the machine would bring back what storage had of it: "
-                f"{self.why}",
-                "see that storage can be written, and clear it again",
-            )
-        return self.holds(version)
-
-    def failed(self, version: int) -> bool:
-        """Whether those of a version were not written, and nothing is under way that may do so."""
-        return not self.holds(version) and (self._is_late or not self._is_writing)
-
-    def _over(self, contents: _Contents, why: str) -> None:
-        self._is_writing = self._is_late = False
-        if self._timer is not None:
-            self._timer.cancel()
-        if why and why != self.why:
-            _log.error("the record of generations cannot be written, so clears are not answered: %s", why)
-        self.why = why
-        if not why:
-            self._written_version = contents.version
-        self.keep()
-        self.settled()
-
-    def _on_late(self) -> None:
-        self._is_late, self.why = True, f"its device has not answered for {WRITE_DEADLINE_S:g} s"
-        _log.error("the record of generations is not written: %s", self.why)
-        self.settled()
-
-    def _record(self, contents: _Contents) -> Record:
-        editions = self._generations.editions.items()
-        return Record(
-            layout=recorded_layout(self._layout),
-            editions=tuple(
-                EditionRecord(namespace=root.hex(), generation=each.generation, weights_version=each.weights_version)
-                for root, each in editions
-            ),
-            forgets=tuple(prefix.hex() for prefix in contents.forgets),
-        )
 
 
 class DeviceBlocks:

@@ -185,8 +185,8 @@ def test_killed_daemon_goes_on_with_shared_blocks(tmp_path: Path) -> None:
             assert (two.hit("a"), two.fetch("a")) == (0, 0)
 
 
-def test_memory_outlives_a_change_of_the_layout(tmp_path: Path) -> None:
-    """When storage is configured to hold blocks otherwise, those in the host pool are still hit, and then stored so."""
+def test_memory_is_cold_after_a_change_of_the_layout(tmp_path: Path) -> None:
+    """When storage is to hold blocks otherwise, none in the host pool is hit; new ones are hit, and stored so."""
     with supervised(tmp_path, with_storage(tmp_path / "disk")) as daemon:
         with ExitStack() as parts:
             Engine(daemon.run_dir, parts, 2).store("a")
@@ -196,9 +196,9 @@ def test_memory_outlives_a_change_of_the_layout(tmp_path: Path) -> None:
         daemon.await_ready()
         with ExitStack() as parts:
             two, one = Engine(daemon.run_dir, parts, 2), Engine(daemon.run_dir, parts, 1)
-            assert two.hit("a") == BLOCKS
-            assert two.loads("a")
+            assert two.hit("a") == 0
             two.store("b")
+            assert two.loads("b")
             until(lambda: _stored(daemon.run_dir) >= 2 * BLOCKS)
             assert one.fetch("b") == BLOCKS
             assert one.loads("b")
@@ -224,6 +224,20 @@ def test_cleared_blocks_do_not_come_back_in_the_layout_before(tmp_path: Path, fi
         until(lambda: report(daemon).counters.get("written_blocks", 0) >= BLOCKS)
     with started(tmp_path, texts[0]) as daemon, engines(daemon, 2) as (engine,):
         assert (engine.fetch("a"), engine.fetch("b")) == (0, BLOCKS)
+
+
+def test_clear_of_a_forgotten_engine_holds_in_the_layout_before(tmp_path: Path) -> None:
+    """Another engine of the group, which was not cleared, brings no generation of before the clear back."""
+    canonical, plain = with_storage(tmp_path / "disk", more=CANONICAL), with_storage(tmp_path / "disk")
+    with started(tmp_path, canonical) as daemon, engines(daemon, 2, 1) as (one, _):
+        one.store("a")
+        backed_up(daemon, BLOCKS)
+    with started(tmp_path, plain) as daemon, engines(daemon, 2) as (one,):
+        one.client.clear()
+    with started(tmp_path, plain) as daemon, engines(daemon, 1):
+        pass
+    with started(tmp_path, canonical) as daemon, engines(daemon, 2) as (one,):
+        assert one.fetch("a") == 0
 
 
 def _stored(run_dir: Path) -> int:

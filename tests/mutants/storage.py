@@ -10,6 +10,7 @@ import pytest
 from kvcached.core.namespaces import Namespaces
 from kvcached.process.in_flight import InFlight, OpenRequest
 from kvcached.recovery import generations
+from kvcached.recovery.recorder import Recorder
 from kvcached.service.admin_verbs import Clears
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.storage_verbs import StorageVerbs
@@ -61,15 +62,41 @@ def generations_of_another_layout_believed(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, generations.in_layout, "recorded_layout(layout) == record.layout", "True")
 
 
+@caught_by("tests/daemon/test_canonical_storage.py::test_clear_of_a_forgotten_engine_holds_in_the_layout_before")
+def ledger_of_another_layout_believed(patch: pytest.MonkeyPatch) -> None:
+    """A namespace goes on in the generation of a daemon whose storage had another layout."""
+    rewrite(patch, generations.editions_of, "is_of_this_layout or not space.canonical_root", "True")
+
+
 @caught_by("tests/service/test_offload_clears.py::test_clear_of_one_tells_of_all_that_share_its_blocks_in_storage")
 def memory_of_other_shardings_kept_over_a_clear(patch: pytest.MonkeyPatch) -> None:
     """Device memory that engines with another number of shards left is adopted after a clear."""
     rewrite(
         patch,
         Clears._tell_cleared,
-        "self._cache.offload.namespaces.of_storage(namespace.spec.storage_root)",
-        "[namespace]",
+        "known.spec.storage_root == spec.storage_root",
+        "known is namespace",
     )
+
+
+@caught_by(
+    "tests/service/test_offload_clears.py::test_clear_of_namespaces_that_share_blocks_tells_of_forgotten_ones[canonical0]"
+)
+def memory_of_forgotten_namespaces_kept_over_a_clear(patch: pytest.MonkeyPatch) -> None:
+    """Device memory of a namespace that is forgotten is adopted after a clear of those that share its blocks."""
+    rewrite(patch, Clears._tell_cleared, "bool(spec.canonical_root) if known is None", "False if known is None")
+
+
+@caught_by("tests/service/test_recorder.py::test_clear_is_not_written_down_after_storage_is_lost")
+def record_written_while_storage_is_away(patch: pytest.MonkeyPatch) -> None:
+    """A daemon whose storage was detached writes over the record of the one that uses the directory by then."""
+    patch.setattr(Recorder, "close", lambda _: None)
+
+
+@caught_by("tests/recovery/test_generation_file.py::test_write_without_a_thread_fails_and_the_next_one_is_done")
+def thread_that_cannot_start_ends_the_record(patch: pytest.MonkeyPatch) -> None:
+    """A write whose thread cannot be started never ends, and no later one begins."""
+    rewrite(patch, generations._in_thread, "RuntimeError as error:", "OSError as error:")
 
 
 @caught_by("tests/core/test_offload_spaces.py::test_clear_of_one_clears_all_of_its_storage_root")

@@ -285,11 +285,11 @@ def test_clear_drops_the_rows_of_its_namespace(pools: EnginePools) -> None:
     pool.table.write(Row(3, 1, pool.table.epoch, NO_PARENT, 0, b"hash"))
     assert [each.named for each in pools.stats()] == [1]
 
-    pools.cleared(bytes(32))
+    pools.cleared(lambda root: root == bytes(32))
     assert [each.named for each in pools.stats()] == [1]
-    pools.cleared(NAMESPACE)
+    pools.cleared(lambda root: root == NAMESPACE)
     assert [each.named for each in pools.stats()] == [0]
     os.close(lock)
-    pools.cleared(NAMESPACE)
+    pools.cleared(lambda root: root == NAMESPACE)
     assert pools.stats() == ()
     close(descriptors)

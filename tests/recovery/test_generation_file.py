@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,27 @@ def test_file_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     why, found = asyncio.run(written(tmp_path / "gone" / "generations.json", RECORD))
 
     assert ("No such file" in why, found) == (True, None)
+
+
+def test_write_without_a_thread_fails_and_the_next_one_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a limit of processes is reached the caller gets the reason as that of any failed write."""
+    path = tmp_path / "generations.json"
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def twice() -> list[str]:
+        loop = asyncio.get_running_loop()
+        recorder = RecordFile(path)
+        first, second = loop.create_future(), loop.create_future()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            recorder.write(RECORD, first.set_result)
+        assert not first.done()
+        recorder.write(RECORD, second.set_result)
+        return [await first, await second]
+
+    assert asyncio.run(twice()) == ["can't start new thread", ""]
 
 
 @pytest.mark.parametrize(

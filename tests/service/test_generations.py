@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import load_config
@@ -142,6 +142,7 @@ def test_namespaces_of_a_canonical_root_have_the_later_generation(*, canonical: 
     told = ledger(namespaces={one: 3, two: 5})
     told = structs.replace(
         told,
+        layout="canonical" if canonical else "engine",
         namespaces=tuple(
             structs.replace(each, canonical=layout, canonical_root=shared.hex()) for each in told.namespaces
         ),
@@ -151,6 +152,34 @@ def test_namespaces_of_a_canonical_root_have_the_later_generation(*, canonical: 
 
     expected = {shared: 5} if canonical else {shared: 4, one: 3, two: 5}
     assert {root: each.generation for root, each in found.items()} == expected
+
+
+@pytest.mark.parametrize("canonical", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(("recorded", "expected"), [(2, None), (3, 3), (4, 4), (None, None)])
+def test_generation_of_another_layout_is_not_taken(
+    recorded: int | None, expected: int | None, *, is_known: bool, canonical: bool
+) -> None:
+    """The ledger of a daemon whose storage had another layout, or maybe, tells only that an older record is outdated.
+
+    Under its number storage may hold blocks in this layout that were cleared. Namespaces without a canonical layout go
+    on in it.
+    """
+    one, plain, shared = b"1" * 32, b"p" * 32, b"c" * 32
+    told = ledger(namespaces={one: 3, plain: 7})
+    told = structs.replace(
+        told,
+        layout=("engine" if canonical else "canonical") if is_known else UNSET,
+        namespaces=(structs.replace(told.namespaces[0], canonical_root=shared.hex()), told.namespaces[1]),
+    )
+    root = shared if canonical else one
+    written = None if recorded is None else record({root: Edition(recorded)})
+
+    found = editions_of(written, told, canonical=canonical)
+
+    assert {each: edition.generation for each, edition in found.items()} == (
+        {plain: 7} if expected is None else {plain: 7, root: expected}
+    )
 
 
 def test_lives_begin_with_numbers_that_grow() -> None:

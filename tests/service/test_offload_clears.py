@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -220,8 +221,8 @@ def test_clear_of_one_tells_of_all_that_share_its_blocks_in_storage(
     monkeypatch: pytest.MonkeyPatch, *, by_people: bool
 ) -> None:
     """Memory of the daemon that engines of a namespace left is dropped for each namespace that is cleared."""
-    told: list[bytes] = []
-    monkeypatch.setattr(EnginePools, "cleared", lambda _, root: told.append(root))
+    told: list[Callable[[bytes], bool]] = []
+    monkeypatch.setattr(EnginePools, "cleared", lambda _, is_cleared: told.append(is_cleared))
     office = OffloadOffice(has_canonical_storage=True)
     canonical = CanonicalLayout(fingerprint=bytes(16), parts=2, runs=2)
     one = office.attach(FakePeer(1), canonical=canonical)
@@ -239,6 +240,28 @@ def test_clear_of_one_tells_of_all_that_share_its_blocks_in_storage(
         clear(office, "tiny")
     else:
         office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
-    assert set(told) == {one.namespace, two.namespace}
+    (is_cleared,) = told
+    assert is_cleared(one.namespace)
+    assert is_cleared(two.namespace)
     beat = wire.Heartbeat(id=900, session=two.session, token=two.token)
     assert office.expect(wire.Alive, beat, peer=b"any").generation > two.generation
+
+
+@pytest.mark.parametrize("canonical", [CanonicalLayout(fingerprint=bytes(16), parts=2, runs=2), None])
+def test_clear_of_namespaces_that_share_blocks_tells_of_forgotten_ones(
+    monkeypatch: pytest.MonkeyPatch, canonical: CanonicalLayout | None
+) -> None:
+    """Memory that engines of a forgotten namespace left is dropped where it may be of the group that is cleared."""
+    told: list[Callable[[bytes], bool]] = []
+    monkeypatch.setattr(EnginePools, "cleared", lambda _, is_cleared: told.append(is_cleared))
+    office, process = OffloadOffice(has_canonical_storage=True), FakePeer(2)
+    office.attach(FakePeer(1), canonical=canonical)
+    shape = {"shards": 1, "block_bytes": 2 * BLOCK_BYTES, "label": "one shard", "canonical": canonical}
+    two = office.attach(process, peer=TWO, instance=OTHER_INSTANCE, **shape)
+    office.die(process)
+    other = office.attach(FakePeer(3), peer=b"three", instance=b"3" * 16, label="other", keyspace=b"o" * 32)
+    assert two.namespace not in office.cache.offload.namespaces.by_root
+
+    clear(office, "tiny")
+    (is_cleared,) = told
+    assert (is_cleared(two.namespace), is_cleared(other.namespace)) == (canonical is not None, False)

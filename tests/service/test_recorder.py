@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from kvcached.core.generations import Edition, Generations
-from kvcached.core.messages import StorageReady
+from kvcached.core.messages import StorageLost, StorageReady
 from kvcached.recovery.generations import EditionRecord, Record
-from kvcached.service.state_writer import WRITE_DEADLINE_S, Recorder
-from kvcached_client.errors import ErrorCode
+from kvcached.recovery.recorder import WRITE_DEADLINE_S, Recorder
+from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol import engine as wire
 from tests.service.office import EPOCH, ONE, TWO, FakePeer, FakeTimers, Office
 from tests.service.offload_office import OffloadOffice
@@ -76,6 +76,31 @@ def test_nothing_is_written_before_storage_is_there() -> None:
     recorder.open()
 
     assert (told(writer.records[0]), recorder.failed(recorder.version)) == ([100], False)
+
+
+def test_nothing_is_written_while_storage_is_away(rig: Rig) -> None:
+    """Another daemon may have the directory: a clear is not durable, and it is written when storage is there again."""
+    rig.recorder.close()
+    version, count = rig.clear(), len(rig.writer.records)
+    rig.recorder.again()
+    assert (count, rig.writer.under_way, rig.recorder.failed(version)) == (1, [], True)
+    with pytest.raises(RequestError, match="not been opened"):
+        rig.recorder.check(version)
+    rig.recorder.open()
+    rig.writer.end()
+
+    assert (rig.recorder.holds(version), rig.recorder.why) == (True, "")
+
+
+def test_write_that_ends_after_storage_is_lost_is_the_last_one(rig: Rig) -> None:
+    """It had begun before, and holds; what changed meanwhile is not written, and whoever waits for it is told."""
+    first, second = rig.clear(), rig.clear()
+    rig.recorder.close()
+    rig.writer.end()
+
+    assert (rig.recorder.holds(first), rig.recorder.failed(second), rig.writer.under_way) == (True, True, [])
+    with pytest.raises(RequestError, match="not been opened"):
+        rig.recorder.check(second)
 
 
 def test_without_storage_nothing_is_to_be_written() -> None:
@@ -222,6 +247,23 @@ def test_clear_that_is_not_written_down_is_an_error_until_it_is() -> None:
     assert (code(answers[0]), "read-only file system" in str(answers[0])) == (ErrorCode.INTERNAL, True)
     office.service.submit(ONE, request, [], lambda answer: answers.append(answer.header))
     writer.end()
+
+    assert isinstance(answers[1], wire.Cleared)
+
+
+def test_clear_is_not_written_down_after_storage_is_lost() -> None:
+    """Storage that is detached, or whose process has died: the clear is an error until storage is there again."""
+    office = OffloadOffice()
+    office.ask(office.hello_offload(FakePeer(1)))
+    writer = with_storage(office)
+    office.service.on_event(StorageLost())
+    answers: list[wire.Header] = []
+    request = wire.Clear(id=office.next_id(), epoch=EPOCH)
+    office.service.submit(ONE, request, [], lambda answer: answers.append(answer.header))
+    assert (code(answers[0]), writer.under_way) == (ErrorCode.INTERNAL, [])
+    office.service.on_event(StorageReady())
+    writer.end()
+    office.service.submit(ONE, request, [], lambda answer: answers.append(answer.header))
 
     assert isinstance(answers[1], wire.Cleared)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvcached.config.tables import StorageLayout
 from kvcached.core.restart.restore import RestoredCache
 from kvcached.process.identity import ProcessIdentity
 from kvcached.recovery.state_file import HostPoolRecord, Ledger, LedgerFile, boot_id, read_ledger
 from kvcached.service.sessions import FoundSession
 from kvcached.service.state_writer import StatePlace
-from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry
 from kvcached_client.protocol import engine as wire
 from tests.service.office import EPOCH, ONE, SLAB_BYTES, FakePeer, Office, key_chain
 from tests.service.offload_office import BLOCK_BYTES, INSTANCE, OffloadOffice, slots_in
@@ -91,6 +93,22 @@ def test_sessions_are_known_before_the_welcome(office: OffloadOffice, path: Path
     after = read_ledger(path)
     assert after is not None
     assert [(each.process, each.shard) for each in after.sessions[0].members][1:] == [(shard.identity, 1)]
+
+
+@pytest.mark.parametrize("layout", ["engine", "canonical"])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_ledger_names_the_layout_of_storage_where_it_matters(
+    path: Path, layout: StorageLayout, *, is_declared: bool
+) -> None:
+    """The next daemon learns of which layout the generations are; without a canonical root older daemons read it."""
+    office = OffloadOffice(
+        state_place=StatePlace(LedgerFile(path), boot_id(), RECORD, layout),
+        has_canonical_storage=layout == "canonical",
+    )
+    canonical = CanonicalLayout(fingerprint=bytes(16), parts=2, runs=2) if is_declared else None
+    office.attach(process(1), canonical=canonical)
+
+    assert json.loads(path.read_bytes()).get("layout") == (layout if is_declared else None)
 
 
 def test_engine_on_a_pool_is_known_with_its_shards(office: OffloadOffice, path: Path) -> None:

@@ -14,6 +14,7 @@ from kvcached.core.insight.invariants import check
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.recovery import recorder
 from kvcached.service import state_writer
 from kvcached.storage import client as link
 from tests.core.tier_world import solid_slots
@@ -41,7 +42,7 @@ class Tripwire(logging.Handler):
         self.caught: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name in {link.__name__, state_writer.__name__} and not record.exc_info:
+        if record.name in {link.__name__, recorder.__name__, state_writer.__name__} and not record.exc_info:
             return
         words = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:

@@ -20,9 +20,9 @@ from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import Backups
 from kvcached.core.transfers.storage_state import PrefetchEnd
 from kvcached.recovery import generations
+from kvcached.recovery.recorder import Recorder
 from kvcached.service import state_writer
 from kvcached.service.pending import Answer, PendingReplies, PendingReply
-from kvcached.service.state_writer import Recorder
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.storage.client import StorageLink
 from kvcached_client.types import WritePolicy
