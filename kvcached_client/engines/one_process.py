@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -74,10 +75,11 @@ class OneProcessSession:
             with self.turn:
                 self.client.post_release(hold.lease)
 
-    def fetch(self, keys: bytes, tokens: int, *, full: bool = False) -> int:
+    def fetch(self, keys: bytes, tokens: int, *, full: bool = False, until_s: float = math.inf) -> int:
         """Bring a chain's blocks from storage into the host pool, if there is storage.
 
-        A daemon that hangs is noticed before storage is waited for.
+        A daemon that hangs is noticed before storage is waited for, and storage is waited for `FETCH_MS` at most, and
+        not beyond `until_s` of `time.monotonic`.
 
         Returns:
             How many blocks from the beginning are in the host pool.
@@ -87,7 +89,10 @@ class OneProcessSession:
         if found == len(keys) // KEY_SIZE_BYTES or time.monotonic() < self.storage_at_s:
             return found
         with self.turn:
-            told = self.client.prefetch(keys, tokens, full=full, deadline_ms=FETCH_MS)
+            wait_ms = int(min(FETCH_MS, (until_s - time.monotonic()) * 1000))
+            if wait_ms <= 0:
+                return found
+            told = self.client.prefetch(keys, tokens, full=full, deadline_ms=wait_ms)
             if told.reason == "unavailable":
                 self.storage_at_s = time.monotonic() + RETRY_S
                 return found

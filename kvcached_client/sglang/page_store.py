@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Final, NamedTuple
 
-from kvcached_client.engines.one_process import FETCH_MS, RETRY_S, OneProcessEngine, OneProcessSession
+from kvcached_client.engines.one_process import FETCH_MS, OneProcessEngine, OneProcessSession
 from kvcached_client.offload import PreparedStore
 from kvcached_client.types import KEY_SIZE_BYTES
 
@@ -48,15 +48,14 @@ def chain_of(prefix: Sequence[str], hashes: Sequence[str]) -> Chain:
 
 
 class Patience:
-    """How long one call of SGLang waits for the daemon's storage, with all that it looks up."""
+    """How long one call of SGLang waits for the daemon's storage, with all that it looks up.
+
+    Attributes:
+        ends_at_s: when it ends, by `time.monotonic`.
+    """
 
     def __init__(self) -> None:
-        self._ends_at_s = time.monotonic() + FETCH_MS / 1000
-
-    @property
-    def left_ms(self) -> int:
-        """What is left of it, not less than 0."""
-        return max(int((self._ends_at_s - time.monotonic()) * 1000), 0)
+        self.ends_at_s = time.monotonic() + FETCH_MS / 1000
 
 
 class PageStore:
@@ -87,7 +86,8 @@ class PageStore:
         found = 0
         with self._finder.guarded() as session:
             if session is not None:
-                found = _fetched(session, chain.keys, chain.pages * self._page_size, patience)
+                tokens = chain.pages * self._page_size
+                found = session.fetch(chain.keys, tokens, full=True, until_s=patience.ends_at_s)
         return max(found - chain.prefix, 0)
 
     def ends(self, keys: bytes, window: int, patience: Patience, *, every: bool) -> list[int]:
@@ -111,7 +111,7 @@ class PageStore:
             def is_stored(page: int) -> bool:
                 key = keys[page * KEY_SIZE_BYTES : (page + 1) * KEY_SIZE_BYTES]
                 if page >= pages - window:
-                    return _fetched(session, key, self._page_size, patience) == 1
+                    return session.fetch(key, self._page_size, full=True, until_s=patience.ends_at_s) == 1
                 with session.turn:
                     return session.client.match(key, self._page_size, full=True) == 1
 
@@ -193,17 +193,3 @@ def _called_off(session: OneProcessSession, cancel: Callable[[], None]) -> Itera
         with session.turn:
             cancel()
         raise
-
-
-def _fetched(session: OneProcessSession, keys: bytes, tokens: int, patience: Patience) -> int:
-    """As `OneProcessSession.fetch`, but waits for storage only as long as there is patience."""
-    with session.turn:
-        found = session.client.match(keys, tokens, full=True)
-        wait_ms = patience.left_ms
-        if found == len(keys) // KEY_SIZE_BYTES or not wait_ms or time.monotonic() < session.storage_at_s:
-            return found
-        told = session.client.prefetch(keys, tokens, full=True, deadline_ms=wait_ms)
-        if told.reason == "unavailable":
-            session.storage_at_s = time.monotonic() + RETRY_S
-            return found
-        return session.client.match(keys, tokens, full=True)

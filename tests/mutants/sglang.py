@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.engines.one_process import OneProcessEngine
-from kvcached_client.sglang import hooks, host_pages, identity, page_store
+from kvcached_client.engines.one_process import OneProcessEngine, OneProcessSession
+from kvcached_client.sglang import hooks, host_pages, identity
 from kvcached_client.sglang.identity import ModelDescription
 from kvcached_client.sglang.loaded_weights import LoadedWeights
 from kvcached_client.sglang.page_store import PageStore
@@ -127,4 +127,4 @@ def sglang_trusts_files_that_are_not_loaded(patch: pytest.MonkeyPatch) -> None:
 @caught_by(f"{_PAGES}::test_one_call_waits_for_storage_once")
 def sglang_waits_for_each_page_of_a_window(patch: pytest.MonkeyPatch) -> None:
     """One look-up keeps a thread of SGLang busy for as long as storage takes for all pages one after the other."""
-    rewrite(patch, page_store._fetched, "deadline_ms=wait_ms", "deadline_ms=FETCH_MS")
+    rewrite(patch, OneProcessSession.fetch, "deadline_ms=wait_ms", "deadline_ms=FETCH_MS")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvcached_client.engines.one_process import FETCH_MS
+from kvcached_client.engines import one_process
+from kvcached_client.engines.one_process import FETCH_MS, OneProcessSession
 from kvcached_client.offload import OffloadClient
 from kvcached_client.sglang import page_store
 from kvcached_client.sglang.page_store import PageStore, Patience, chain_of
@@ -22,15 +22,16 @@ class SlowStorage:
     """A daemon whose storage takes two seconds for each question, if it gets them, and brings nothing."""
 
     def __init__(self) -> None:
-        self.now_s, self.matches, self.storage_at_s = 0.0, 0, 0.0
-        self.turn, self.client = threading.Lock(), self
+        self.now_s, self.matches = 0.0, 0
+        client: Any = self
+        self.session = OneProcessSession(client, client)
 
     def monotonic(self) -> float:
         return self.now_s
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[SlowStorage]:
-        yield self
+    def guarded(self) -> Iterator[OneProcessSession]:
+        yield self.session
 
     def match(self, keys: bytes, _: int, *, full: bool) -> int:
         assert full
@@ -46,7 +47,8 @@ class SlowStorage:
 def test_one_call_waits_for_storage_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many pages a window has, a look-up waits for the storage no longer than one page may take."""
     daemon: Any = SlowStorage()
-    monkeypatch.setattr(page_store, "time", daemon)
+    for module in (page_store, one_process):
+        monkeypatch.setattr(module, "time", daemon)
     pages, keys, patience = PageStore(daemon, daemon, 1), chain_of((), hashes(16)), Patience()
     assert pages.found(keys, patience) == 0
     assert pages.ends(keys.keys, 12, patience, every=True) == []
