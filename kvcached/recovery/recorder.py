@@ -17,7 +17,7 @@ from kvcached_client.errors import ErrorCode, request_error
 #: still succeed. Shorter than a client's deadline, so that the client gets the reason.
 WRITE_DEADLINE_S: Final = 5.0
 
-_NOT_OPENED: Final = "storage has not been opened yet"
+_NOT_OPEN: Final = "storage is not open"
 
 _log: Final = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Recorder:
 
     Attributes:
         forgets: how keys in storage begin that are to be forgotten yet.
-        why: why the last write failed; empty = it did not.
+        why: why the last write failed, or nothing is written now; empty = it did not fail.
         settled: called when a write is over, whatever came of it.
     """
 
@@ -59,7 +59,7 @@ class Recorder:
 
     def use(self, writer: RecordWriter, layout: StorageLayout = "engine") -> None:
         """There is storage: nothing that it may remember is written down before `open`, when it is there."""
-        self._writer, self._layout, self.why = writer, layout, _NOT_OPENED
+        self._writer, self._layout, self.why = writer, layout, _NOT_OPEN
 
     def open(self) -> None:
         """Storage is there, maybe on another device than before: the record is written to it."""
@@ -68,7 +68,7 @@ class Recorder:
 
     def close(self) -> None:
         """Storage is away, and another daemon may have its directory: nothing is written until `open`."""
-        self._is_open, self.why = False, _NOT_OPENED
+        self._is_open, self.why = False, _NOT_OPEN
 
     def keep(self) -> None:
         """Begin to write what has changed since the last time. Nothing waits here, and nothing is raised."""
@@ -121,7 +121,7 @@ class Recorder:
             self._timer.cancel()
         if why and why != self.why:
             _log.error("the record of generations cannot be written, so clears are not answered: %s", why)
-        self.why = why if self._is_open else _NOT_OPENED
+        self.why = why if self._is_open else _NOT_OPEN
         if not why:
             self._written_version = contents.version
         self.keep()

@@ -84,7 +84,7 @@ def test_nothing_is_written_while_storage_is_away(rig: Rig) -> None:
     version, count = rig.clear(), len(rig.writer.records)
     rig.recorder.again()
     assert (count, rig.writer.under_way, rig.recorder.failed(version)) == (1, [], True)
-    with pytest.raises(RequestError, match="not been opened"):
+    with pytest.raises(RequestError, match="is not open"):
         rig.recorder.check(version)
     rig.recorder.open()
     rig.writer.end()
@@ -99,7 +99,7 @@ def test_write_that_ends_after_storage_is_lost_is_the_last_one(rig: Rig) -> None
     rig.writer.end()
 
     assert (rig.recorder.holds(first), rig.recorder.failed(second), rig.writer.under_way) == (True, True, [])
-    with pytest.raises(RequestError, match="not been opened"):
+    with pytest.raises(RequestError, match="is not open"):
         rig.recorder.check(second)
 
 
