@@ -38,7 +38,8 @@ from tests.gpu.vllm_engine import (
 )
 from tests.vllm.tiny_model import VOCABULARY, Shape, model_weights, write
 
-_PROMPT_TOKENS: Final = 600
+#: Of a prompt, without the number of the prompt, and without what it shares with others: as many again.
+_TOKENS: Final = 300
 _DAEMON: Final = {"device_memory": "daemon"}
 _HYBRID: Final = "KvcachedHybridConnector"
 #: So long an engine works before it is killed.
@@ -99,7 +100,7 @@ class Trial:
     def __init__(self, where: Place, name: str, prompts: int, known: dict[str, Answers]) -> None:
         self._where, self._name, self._kind = where, name, KINDS[name]
         # With windows, vLLM by itself does not find what prompts have in common, and computes it in larger pieces.
-        shared_tokens = 0 if self._kind.model == "windows" else _PROMPT_TOKENS // 2
+        shared_tokens = 0 if self._kind.model == "windows" else _TOKENS
         self._prompts = prompts_of(random.Random(1), prompts, shared_tokens=shared_tokens)
         self._options = self._options_of(self._kind)
         key = json.dumps(self._options, sort_keys=True)
@@ -183,13 +184,10 @@ class Trial:
         return OPTIONS | sizes | {"kv_cache_memory_bytes": 256 << 20, "model": str(folder)} | kind.options
 
 
-def prompts_of(source: random.Random, count: int, *, shared_tokens: int = _PROMPT_TOKENS // 2) -> list[Prompt]:
+def prompts_of(source: random.Random, count: int, *, shared_tokens: int = _TOKENS) -> list[Prompt]:
     """Every third begins with the same tokens, and most end within a block."""
     shared = tokens_of(source, shared_tokens)
-    return [
-        [*(shared if number % 3 == 0 else ()), *tokens_of(source, _PROMPT_TOKENS // 2 + number)]
-        for number in range(count)
-    ]
+    return [[*(shared if number % 3 == 0 else ()), *tokens_of(source, _TOKENS + number)] for number in range(count)]
 
 
 def tokens_of(source: random.Random, count: int) -> list[int]:

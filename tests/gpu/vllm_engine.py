@@ -156,11 +156,11 @@ class Forks:
         """Until vLLM is imported.
 
         Raises:
-            RuntimeError: it cannot be; with the end of its log.
+            SystemExit: it cannot be; with the end of its log.
         """
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"vLLM cannot be imported:\n{_end(self.log)}")
+            sys.exit(f"{sys.executable} cannot import vLLM, name another PYTHON; what it said:\n{_end(self.log)}")
 
     def start(self, options: Report, *, loads_nothing: bool = False) -> Engine:
         """An engine, once it takes requests, perhaps with a fault: its loads copy nothing.

@@ -95,13 +95,15 @@ class Rounds:
 def main() -> int:
     """All rounds."""
     parser = argparse.ArgumentParser(description="vLLM's times on a device, with and without kvcached")
-    parser.add_argument("--rounds", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=10, help="behind one that warms up (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="of a long prompt (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=_LAYERS, help="of the model (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=_HEADS, help="of the model (default: %(default)s)")
     parser.add_argument("--cache-gib", type=float, default=8, help="of each engine's own (default: %(default)s)")
     parser.add_argument("--host-gib", type=float, default=16, help="of the host pool (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
     shape = Shape(arguments.layers, arguments.heads, arguments.heads // _HEADS_OF_A_KV_HEAD, _HEAD_DIM)
     options = OPTIONS | GRAPHS | {"max_num_seqs": 64, "kv_cache_memory_bytes": int(arguments.cache_gib * GIB)}
     with place(host_gib=arguments.host_gib, device_gib=0) as where:
