@@ -64,6 +64,7 @@ def test_daemon_looks_at_the_wall_clock_in_one_place() -> None:
             "time.time_ns"
         },  # of the storage process: blocks outlive the machine's uptime
         "kvcached_client/engines/weights.py": {"time.time_ns"},  # how long ago a weight file has changed
+        "kvcached_client/sglang/loaded_weights.py": {"time.time_ns"},  # whether that was before the process began
     }
 
 
