@@ -27,7 +27,7 @@ from kvcached.build import build_cache
 from kvcached.config.machine import LimitTooLow, memory_needed, raise_limits
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
-from kvcached.core.generations import Edition, Generations
+from kvcached.core.generations import RANDOM_BITS, Edition, Generations
 from kvcached.core.messages import Ticked
 from kvcached.events_start import start_events
 from kvcached.garbage import only_young
@@ -39,7 +39,6 @@ from kvcached.process.file_access import PASS, let_in
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import STOPPING, notify
 from kvcached.recovery.generations import (
-    RANDOM_BITS,
     editions_of,
     first_of,
     generation_of,

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from kvcached.service.admin_verbs import Left
+from kvcached.service.admin.verbs import Left
 from kvcached.service.service import Service
 from kvcached.worker.client import WorkerPool
 

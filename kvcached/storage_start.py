@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -12,7 +14,7 @@ from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached.memory.host_pool import HostMemory
-from kvcached.recovery.generations import Record, RecordFile, RecordWriter, in_layout, read_record
+from kvcached.recovery.generations import READ_DEADLINE_S, Record, RecordFile, RecordWriter, in_layout, read_record
 from kvcached.service.service import Service
 from kvcached.service.storage_verbs import STOP_DEADLINE_S, StorageService, note_forgotten
 from kvcached.storage.client import StorageLink
@@ -39,11 +41,16 @@ def storage_spec(config: Config) -> StorageSpec:
     )
 
 
-async def recorded(config: Config) -> Record | None:
-    """What is written down beside storage of the generations of namespaces; None where nothing is, or can be read."""
+async def recorded(config: Config, deadline_s: float | None = READ_DEADLINE_S) -> Record | None:
+    """What is written down beside storage of the generations of namespaces; None where nothing is, or can be read.
+
+    Args:
+        config: of the daemon.
+        deadline_s: how long its device is waited for; None = for ever.
+    """
     storage = config.storage
     path = None if storage is None or config.host is None else storage.record_path
-    record = None if path is None else await read_record(path)
+    record = None if path is None else await read_record(path, deadline_s)
     return record if record is None or storage is None else in_layout(record, storage.layout, config.replica)
 
 
@@ -84,6 +91,7 @@ async def start_storage(
     )
     writer = None if storage.record_path is None else RecordFile(storage.record_path)
     keep_record(service, link, record, writer, storage.layout)
+    link.before_ready = _Reader(config, service, link).begin
     link.attach()
     if await link.started(TAKEOVER_PATIENCE_S if is_takeover else config.worker_ready_deadline_ms / 1000):
         return
@@ -98,11 +106,54 @@ def keep_record(
     service: Service, link: StorageLink, record: Record | None, writer: RecordWriter | None, layout: StorageLayout
 ) -> None:
     """Go on where the record of generations ends: forget what is due, and have the record kept."""
-    for prefix in () if record is None else record.forgets:
-        link.forget(bytes.fromhex(prefix), note_forgotten)
     service.recorder.forgets = lambda: link.due
     if writer is not None:
         service.recorder.use(writer, layout)
+    if record is not None:
+        _take_in(service, link, record)
+
+
+def follow_record(service: Service, link: StorageLink, record: Record) -> None:
+    """Another daemon may have had storage since the record was read: clear and forget what it has."""
+    service.clears.follow(record.by_root())
+    _take_in(service, link, record)
+
+
+def _take_in(service: Service, link: StorageLink, record: Record) -> None:
+    service.recorder.found(record)
+    for prefix in record.forgets:
+        link.forget(bytes.fromhex(prefix), note_forgotten)
+
+
+class _Reader:
+    """Reads the record again whenever storage is locked for this daemon, and then lets it be used.
+
+    Until then another daemon could have storage, and could write the record. A device that hangs is waited for: storage
+    on it would not work, either.
+    """
+
+    def __init__(self, config: Config, service: Service, link: StorageLink) -> None:
+        self._config = config
+        self._service = service
+        self._link = link
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, go_on: Callable[[], None]) -> None:
+        """Begin to read, and call `go_on` afterwards."""
+        task = asyncio.get_running_loop().create_task(self._read(go_on))
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    async def _read(self, go_on: Callable[[], None]) -> None:
+        record = await recorded(self._config, None)
+        if record is not None:
+            follow_record(self._service, self._link, record)
+        go_on()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("internal error; storage is not used: its record cannot be followed", exc_info=error)
 
 
 def _process_config(storage: StorageConfig) -> ProcessConfig:

@@ -124,6 +124,7 @@ class Cache:
         pool_trees = trees.of_pools(pools, epoch, self.header_changes)
         self.managed = Managed(sessions, table, self.worker_copies, locks, pool_trees)
         self.pools = self.managed.pools
+        self.generations.spare(lambda: namespaces.in_use() | {tree.namespace for tree in pool_trees})
         generation_of = namespaces.generation_of
         self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks)
         self.sleeps = Sleeps(sessions, self.worker_copies, self.managed.pools, self.managed.trees)

@@ -82,6 +82,12 @@ class Clearings:
             self._worker_copies.fail_queued(pool, f"the namespace of {pool.name} is being cleared")
         self.under_way.append(_Clearing(tree, namespace, generation))
 
+    def rename(self, tree: PrefixTree, namespace: bytes, generation: int) -> None:
+        """Another namespace and generation are to begin when the clear of a tree, which is under way, has ended."""
+        self.under_way = [
+            _Clearing(tree, namespace, generation) if each.tree is tree else each for each in self.under_way
+        ]
+
     def advance(self) -> None:
         """Finish what nothing is under way for any more."""
         for clearing in self.under_way[:]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
 #: Namespaces whose editions are remembered. Far more than there are at a time; one beyond that begins a new generation.
 EDITIONS_MAX: Final = 1024
+#: The first number of a life ends with so many random bits, so no two daemons begin with the same.
+RANDOM_BITS: Final = 12
 
 
 class Edition(NamedTuple):
@@ -38,13 +40,19 @@ class Generations:
 
     def __init__(self, first: int = 0, editions: Mapping[bytes, Edition] | None = None) -> None:
         self.version = 0
+        self._in_use: Callable[[], Collection[bytes]] = tuple
         self._next = first
+        self._chance = first % (1 << RANDOM_BITS)
         self._editions: dict[bytes, Edition] = dict(editions or {})
 
     @property
     def editions(self) -> Mapping[bytes, Edition]:
         """All that are remembered; the one asked for last comes last."""
         return self._editions
+
+    def spare(self, in_use: Callable[[], Collection[bytes]]) -> None:
+        """Remember the editions of the namespaces whose roots `in_use` returns, however many others there are."""
+        self._in_use = in_use
 
     def of(self, root: bytes) -> int:
         """The generation of a namespace; one that was not known, or whose record was lost, begins a new one."""
@@ -56,10 +64,12 @@ class Generations:
 
     def renew(self, root: bytes) -> int:
         """Begin a new generation of a namespace whose root stays the same."""
-        before = self._editions.get(root, Edition(-1))
-        edition = before._replace(generation=self.fresh(before.generation))
-        self.replace(root, root, edition)
-        return edition.generation
+        return self.enter(root, self.fresh(self._editions.get(root, Edition(-1)).generation))
+
+    def enter(self, root: bytes, generation: int) -> int:
+        """A namespace whose root stays the same is of this generation from now on."""
+        self.replace(root, root, self._editions.get(root, Edition(-1))._replace(generation=generation))
+        return generation
 
     def replace(self, before: bytes, root: bytes, edition: Edition) -> None:
         """A namespace has another edition, and maybe another root: the roots of replicas tell the generation."""
@@ -68,13 +78,20 @@ class Generations:
         self.version += 1
 
     def fresh(self, before: int) -> int:
-        """A number for the generation after `before`, used by no namespace so far."""
-        number = max(self._next, before + 1)
-        self._next = number + 1
-        return number
+        """A number for the generation after `before`, used by no namespace so far.
+
+        Where `before` is of another daemon, which may count on from it, this one leaves room. No daemon begins with 0.
+        """
+        if before >= self._next:
+            self._next = ((before >> RANDOM_BITS) + 1 << RANDOM_BITS) + self._chance if before else 1
+        self._next += 1
+        return self._next - 1
 
     def _put(self, root: bytes, edition: Edition) -> None:
         self._editions.pop(root, None)
         self._editions[root] = edition
-        while len(self._editions) > EDITIONS_MAX:
-            del self._editions[next(iter(self._editions))]
+        surplus = len(self._editions) - EDITIONS_MAX
+        if surplus > 0:
+            kept = {root, *self._in_use()}
+            for each in [each for each in self._editions if each not in kept][:surplus]:
+                del self._editions[each]

@@ -175,7 +175,17 @@ class Namespaces:
         Namespaces of the same storage root are cleared with it: what they have in storage is the same blocks.
         """
         storage_root = namespace.spec.storage_root
-        generation = self._generations.renew(storage_root)
+        return self._begin_all(storage_root, self._generations.renew(storage_root))
+
+    def enter_generation(self, storage_root: bytes, generation: int) -> int:
+        """The same for a storage root, with a generation that another daemon has begun."""
+        return self._begin_all(storage_root, self._generations.enter(storage_root, generation))
+
+    def in_use(self) -> set[bytes]:
+        """The storage roots of all namespaces."""
+        return {each.spec.storage_root for each in self.by_root.values()}
+
+    def _begin_all(self, storage_root: bytes, generation: int) -> int:
         blocks = sum(self._begin(each, generation) for each in self.of_storage(storage_root))
         self._trees.counters["cleared_blocks"] += blocks
         self.drop_retired()

@@ -24,17 +24,16 @@ from msgspec import structs
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.tables import StorageLayout
-from kvcached.core.generations import Edition
+from kvcached.core.generations import RANDOM_BITS, Edition
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.recovery.state_file import Count, Hex, Ledger, NamespaceRecord, ReplicaRecord
 from kvcached_client.types import WritePolicy
 
 #: Headers in the host pool carry the namespace of this generation, whatever the present generation is.
 FIRST_GENERATION: Final = 0
-#: The generations of one life of the daemon begin with its epoch, a time in milliseconds, and so many random bits: two
-#: lives do not share one even where the clock was set back. Together 53 bits until the year 2039: every JSON reader
-#: takes such a number for what it is.
-RANDOM_BITS: Final = 12
+#: The generations of one life of the daemon begin with its epoch, a time in milliseconds, and random bits: two lives do
+#: not share one even where the clock was set back. Together 53 bits until the year 2039: every JSON reader takes such a
+#: number for what it is.
 _EPOCH_MASK: Final = (1 << 50) - 1
 
 FORMAT: Final = 1
@@ -98,9 +97,7 @@ def editions_of(record: Record | None, ledger: Ledger | None, *, canonical: bool
         ledger: that of the daemon before.
         canonical: storage holds blocks in their canonical layout, where there is one.
     """
-    found: dict[bytes, Edition] = {}
-    for each in () if record is None else record.editions:
-        found[bytes.fromhex(each.namespace)] = Edition(each.generation, each.weights_version)
+    found = {} if record is None else record.by_root()
     if ledger is None:
         return found
     for replica in ledger.replicas:
@@ -172,6 +169,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     editions: tuple[EditionRecord, ...] = ()
     forgets: tuple[Hex, ...] = ()
 
+    def by_root(self) -> dict[bytes, Edition]:
+        """The editions by their roots."""
+        return {bytes.fromhex(each.namespace): Edition(each.generation, each.weights_version) for each in self.editions}
+
 
 def in_layout(record: Record, layout: StorageLayout, replicas: Iterable[ReplicaConfig]) -> Record:
     """A record for a daemon whose storage has a layout: in another one, only the editions of replicas count.
@@ -212,8 +213,13 @@ class RecordFile:
         _in_thread(lambda: _replace(self._path, data), lambda _, why: done(why))
 
 
-async def read_record(path: Path) -> Record | None:
-    """The record that an earlier daemon has written; None if there is none, with the reason in the log."""
+async def read_record(path: Path, deadline_s: float | None = READ_DEADLINE_S) -> Record | None:
+    """The record that a daemon has written; None if there is none, with the reason in the log.
+
+    Args:
+        path: of the file.
+        deadline_s: after this long there is none; None = wait for the device for ever.
+    """
     read: asyncio.Future[tuple[bytes | None, str]] = asyncio.get_running_loop().create_future()
 
     def tell(data: bytes | None, why: str) -> None:
@@ -222,10 +228,10 @@ async def read_record(path: Path) -> Record | None:
 
     _in_thread(lambda: _content(path), tell)
     try:
-        async with asyncio.timeout(READ_DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             data, why = await read
     except TimeoutError:
-        data, why = None, f"its device has not answered for {READ_DEADLINE_S:g} s"
+        data, why = None, f"its device has not answered for {deadline_s:g} s"
     if data is not None:
         try:
             return msgspec.json.decode(data, type=Record)

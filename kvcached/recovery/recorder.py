@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final, NamedTuple
 
 from kvcached.config.tables import StorageLayout
-from kvcached.core.generations import Generations
+from kvcached.core.generations import Edition, Generations
 from kvcached.recovery.generations import EditionRecord, Record, RecordWriter, recorded_layout
 from kvcached.service.pending import Later, Timer
 from kvcached_client.errors import ErrorCode, request_error
@@ -56,10 +56,20 @@ class Recorder:
         self._timer: Timer | None = None
         self._tried: _Contents | None = None
         self._written_version = -1
+        self._offered: Mapping[bytes, Edition] = {}
+        self._recorded: Mapping[bytes, Edition] = {}
 
     def use(self, writer: RecordWriter, layout: StorageLayout = "engine") -> None:
         """There is storage: nothing that it may remember is written down before `open`, when it is there."""
         self._writer, self._layout, self.why = writer, layout, _NOT_OPEN
+
+    def found(self, record: Record) -> None:
+        """What the record was when it was read."""
+        self._recorded = record.by_root()
+
+    def has_recorded(self, root: bytes, edition: Edition) -> bool:
+        """Whether the record had this edition of a namespace when this daemon last read or wrote it."""
+        return self._recorded.get(root) == edition
 
     def open(self) -> None:
         """Storage is there, maybe on another device than before: the record is written to it."""
@@ -77,7 +87,7 @@ class Recorder:
         contents = _Contents(self._generations.version, tuple(self.forgets()))
         if contents == self._tried:
             return
-        self._tried, self._is_writing = contents, True
+        self._tried, self._is_writing, self._offered = contents, True, dict(self._generations.editions)
         self._timer = self._later(WRITE_DEADLINE_S, self._on_late)
         self._writer.write(self._record(contents), partial(self._over, contents))
 
@@ -123,7 +133,7 @@ class Recorder:
             _log.error("the record of generations cannot be written, so clears are not answered: %s", why)
         self.why = why if self._is_open else _NOT_OPEN
         if not why:
-            self._written_version = contents.version
+            self._written_version, self._recorded = contents.version, self._offered
         self.keep()
         self.settled()
 
@@ -133,12 +143,11 @@ class Recorder:
         self.settled()
 
     def _record(self, contents: _Contents) -> Record:
-        editions = self._generations.editions.items()
         return Record(
             layout=recorded_layout(self._layout),
             editions=tuple(
                 EditionRecord(namespace=root.hex(), generation=each.generation, weights_version=each.weights_version)
-                for root, each in editions
+                for root, each in self._offered.items()
             ),
             forgets=tuple(prefix.hex() for prefix in contents.forgets),
         )

@@ -41,7 +41,8 @@ from kvcached.monitoring.timing import CopyTimes, RequestTimes
 from kvcached.process.access import Grants
 from kvcached.recovery.engine_pools import Claimed, EnginePools
 from kvcached.recovery.engine_writers import WriterProcess
-from kvcached.service.admin_verbs import AdminVerbs, Clears, Left
+from kvcached.service.admin.clears import Clears
+from kvcached.service.admin.verbs import AdminVerbs, Left
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.engine_verbs import EngineVerbs
 from kvcached.service.health import HealthRequests, HostMemoryCheck
@@ -139,11 +140,11 @@ class Service:
             pending=self._pending, drain_state=self._drain_state, now_ms=now_ms, forget=self._forget,
         )  # fmt: skip
         self._engine_pools = engine_pools or EnginePools(0)
-        self._clears = Clears(
+        self.clears = Clears(
             cache, self._replicas, self._pending, self.recorder,
             own_session=self._offload.own_session, carry_out=self.carry_out, cleared=self._engine_pools.cleared,
         )  # fmt: skip
-        self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self._clears, now_ms)
+        self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self.clears, now_ms)
         self._sleeps = SleepVerbs(
             cache, self._replicas, self._groups, self._pending, now_ms, carry_out=self.carry_out, settle=self._settle
         )
@@ -273,7 +274,7 @@ class Service:
 
     def _go_on(self, effect: ClearingEnded | PoolEmptied) -> None:
         if isinstance(effect, ClearingEnded):
-            self._clears.finish(effect)
+            self.clears.finish(effect)
         else:
             self._sleeps.emptied(effect)
 

@@ -102,6 +102,7 @@ class StorageLink:
         is_misconfigured: the last start failed because of wrong settings, so every other start will fail.
         usage: blocks, bytes and capacity in the backend's last report; -1 for an unknown figure.
         counters: counts of its work.
+        before_ready: called when the backend is open, and no other daemon's; its argument ends the start.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class StorageLink:
         self.usage = (-1, -1, -1)
         self.counters: Counter[str] = Counter()
         self.restarts = 0
+        self.before_ready: Callable[[Callable[[], None]], None] = lambda go_on: go_on()
         self._config = config
         self._host_memory = host_memory
         self._run_dir = run_dir
@@ -232,14 +234,19 @@ class StorageLink:
     def _on_opened(self, opened: Opened | NotOpened) -> None:
         self.is_misconfigured = isinstance(opened, NotOpened) and opened.is_misconfigured
         if isinstance(opened, Opened) and self.state is LinkState.STARTING:
-            _log.info("storage %s is ready, %d calls at a time", self._config.backend, opened.threads)
-            self._go(LinkState.READY)
-            self._failures, self.write_refusal = 0, ""
-            self._opened_s = self._loop.time()
-            self._in_flight.turns = opened.threads
-            self._watch()
-            self._forgets.send_due()
-            self._tell(StorageReady())
+            self.before_ready(partial(self._on_ready, self._process, opened))
+
+    def _on_ready(self, process: StorageProcess | None, opened: Opened) -> None:
+        if process is not self._process or self.state is not LinkState.STARTING:
+            return  # it died, or was detached, meanwhile
+        _log.info("storage %s is ready, %d calls at a time", self._config.backend, opened.threads)
+        self._go(LinkState.READY)
+        self._failures, self.write_refusal = 0, ""
+        self._opened_s = self._loop.time()
+        self._in_flight.turns = opened.threads
+        self._watch()
+        self._forgets.send_due()
+        self._tell(StorageReady())
 
     def _on_exit(self, why: str) -> None:
         self._process = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcached.core.generations import EDITIONS_MAX, Edition, Generations
+from kvcached.core.generations import EDITIONS_MAX, RANDOM_BITS, Edition, Generations
 
 ROOT, OTHER = b"r" * 32, b"o" * 32
 
@@ -24,11 +24,17 @@ def test_no_number_is_given_twice() -> None:
     assert given == [100, 101, 102, 103]
 
 
-def test_clock_that_was_set_back_does_not_go_back() -> None:
-    """Where an earlier life got further than this one begins, a clear goes on from there."""
-    generations = Generations(100, {ROOT: Edition(500)})
+def test_number_of_another_daemon_is_left_behind() -> None:
+    """A clear after one of another daemon, or of a life whose clock was ahead, has a number that this one never gives.
 
-    assert (generations.renew(ROOT), generations.renew(ROOT)) == (501, 502)
+    Both may count on from there, each without the other.
+    """
+    first, second = Generations(500 << RANDOM_BITS | 3), Generations(400 << RANDOM_BITS | 5, {ROOT: Edition(7)})
+    shared = first.fresh(7)
+    second.enter(ROOT, shared)
+    numbers = {first.fresh(shared), first.fresh(shared + 1), second.renew(ROOT), second.renew(ROOT)}
+
+    assert (len(numbers), min(numbers) > shared) == (4, True)
 
 
 def test_weights_stay_through_a_clear() -> None:
@@ -58,3 +64,13 @@ def test_namespaces_that_were_not_used_for_longest_are_forgotten() -> None:
 
     assert (len(generations.editions), roots[0] in generations.editions) == (EDITIONS_MAX, True)
     assert generations.of(roots[1]) == 100 + EDITIONS_MAX + 1
+
+
+def test_namespaces_in_use_are_never_forgotten() -> None:
+    """A replica's namespace, which is asked for at the start only, is remembered beside any number of others."""
+    generations = Generations(100, {ROOT: Edition(7)})
+    generations.spare(lambda: {ROOT})
+    for number in range(EDITIONS_MAX + 9):
+        generations.of(number.to_bytes(32, "big"))
+
+    assert (len(generations.editions), generations.of(ROOT)) == (EDITIONS_MAX, 7)

@@ -60,7 +60,7 @@ def revived(
     found: StoredBlocks, *, slabs: list[int] | None = None, claims: Claims | None = None, generation: int = 3
 ) -> tuple[Cache, RestoredCache]:
     """A cache whose one namespace has been found again."""
-    generations = Generations(0, {SPEC.root: Edition(generation)})
+    generations = Generations(generation + 1, {SPEC.root: Edition(generation)})
     cache = Cache(
         [], epoch=7, session_ttl_ms=1000, host_slabs=SLABS, namespaces_max=2, generations=generations, announces=True
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,71 @@ def test_device_that_hangs_delays_the_clear_and_nothing_else(tmp_path: Path) -> 
         os.close(reader)
         assert isinstance(cleared.exception(), DaemonFailure | None)  # a pipe cannot be synced; it may be tried again
         engine.scheduler.client.clear()
+
+
+def attached_again(daemon: RunningDaemon) -> None:
+    """Storage is locked for this daemon, and no longer for the one before."""
+    with Admin.connect(daemon.run_dir, deadline_ms=20_000) as admin:
+        admin.storage("detach")
+        admin.storage("attach")
+    until(lambda: report(daemon).state == "ready")
+
+
+@contextmanager
+def standby(tmp_path: Path) -> Iterator[tuple[RunningDaemon, Engine, RunningDaemon, Engine]]:
+    """Two daemons with one directory, each with an engine: the first one uses it, and the second one waits for it."""
+    with ExitStack() as parts:
+        found: list[RunningDaemon | Engine] = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            daemon = parts.enter_context(started(tmp_path / name, with_storage(tmp_path / "disk")))
+            engine = parts.enter_context(connected(daemon))
+            found += [daemon, engine]
+            if name == "one":
+                store(daemon, engine)
+                await_recorded(tmp_path / "disk", engine)
+        yield tuple(found)  # type: ignore[misc]
+
+
+def test_daemon_that_waited_for_storage_finds_nothing_from_before_a_clear_of_the_one_before(tmp_path: Path) -> None:
+    """Its engines' blocks in memory, from before that clear, are gone, too, and it clears with numbers of its own."""
+    with standby(tmp_path) as (one, engine, two, other):
+        generation = other.scheduler.client.generation
+        assert generation == engine.scheduler.client.generation
+        other.store("b", BLOCKS)
+        storage = int((one.run_dir / "storage.lock").read_text())
+        os.kill(storage, signal.SIGSTOP)  # it forgets nothing
+        cleared = engine.scheduler.client.clear()
+        one.process.kill()
+        one.process.wait()
+        os.kill(storage, signal.SIGKILL)
+        attached_again(two)
+        assert fetch(other, "a").fetched == 0
+        assert other.load("b", BLOCKS) == 0
+        with connected(two) as third:
+            assert third.scheduler.client.generation == cleared
+        until(lambda: report(two).blocks == 0)
+        assert other.scheduler.client.clear() > cleared + 1
+
+
+def test_daemon_that_waited_for_storage_finds_what_was_stored_after_a_clear(tmp_path: Path) -> None:
+    """It goes on in the generation that the one before has begun; back there, that one finds what this one stored."""
+    with standby(tmp_path) as (one, engine, two, other):
+        cleared = engine.scheduler.client.clear()
+        store(one, engine)
+        with Admin.connect(one.run_dir, deadline_ms=20_000) as admin:
+            admin.storage("detach")
+        attached_again(two)
+        assert fetch(other, "a").fetched == BLOCKS
+        assert other.load("a", BLOCKS) == BLOCKS
+        with connected(two) as third:
+            assert third.scheduler.client.generation == cleared
+        other.store("b", BLOCKS)
+        backed_up(two, 2 * BLOCKS)
+        with Admin.connect(two.run_dir, deadline_ms=20_000) as admin:
+            admin.storage("detach")
+        attached_again(one)
+        assert fetch(engine, "b").fetched == BLOCKS
 
 
 def test_weights_survive_a_reboot_with_their_generation(tmp_path: Path) -> None:

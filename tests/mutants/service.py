@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached.service.admin_verbs import Clears
+from kvcached.service.admin.clears import Clears
 from kvcached.service.admission import Admission
 from kvcached.service.engine_verbs import EngineVerbs
 from kvcached.service.known_prompts import KnownPrompts

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvcached.core.generations import Generations
 from kvcached.core.namespaces import Namespaces
 from kvcached.process.in_flight import InFlight, OpenRequest
 from kvcached.recovery import generations
 from kvcached.recovery.recorder import Recorder
-from kvcached.service.admin_verbs import Clears
+from kvcached.service.admin.clears import Clears
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.storage import cipher, executor, frame
@@ -93,6 +94,33 @@ def record_written_while_storage_is_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Recorder, "close", lambda _: None)
 
 
+@caught_by(
+    "tests/daemon/test_generations.py::"
+    "test_daemon_that_waited_for_storage_finds_nothing_from_before_a_clear_of_the_one_before"
+)
+def record_not_read_again(patch: pytest.MonkeyPatch) -> None:
+    """A daemon that waited for storage finds what the one before has cleared meanwhile."""
+    rewrite(patch, StorageLink._on_opened, "self.before_ready(partial(", "(lambda go_on: go_on())(partial(")
+
+
+@caught_by("tests/service/test_followed_clears.py::test_clear_of_both_daemons_begins_a_generation_of_neither")
+def clear_of_both_daemons_taken_for_the_other_ones(patch: pytest.MonkeyPatch) -> None:
+    """What another daemon stored before a clear that could not be recorded here is found after it."""
+    rewrite(patch, Clears._follow_for_engines, "self._recorder.has_recorded(storage_root, ours)", "True")
+
+
+@caught_by("tests/core/test_generations.py::test_number_of_another_daemon_is_left_behind")
+def two_daemons_count_on_from_one_number(patch: pytest.MonkeyPatch) -> None:
+    """Two daemons that take turns at a storage give one number to what each has after its own clear."""
+    rewrite(patch, Generations.fresh, "if before else 1", "* 0 + before + 1")
+
+
+@caught_by("tests/core/test_generations.py::test_namespaces_in_use_are_never_forgotten")
+def editions_in_use_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A replica's generation is lost when engines have declared many namespaces, and its stored blocks with it."""
+    rewrite(patch, Generations._put, "{root, *self._in_use()}", "{root}")
+
+
 @caught_by("tests/recovery/test_generation_file.py::test_write_without_a_thread_fails_and_the_next_one_is_done")
 def thread_that_cannot_start_ends_the_record(patch: pytest.MonkeyPatch) -> None:
     """A write whose thread cannot be started never ends, and no later one begins."""
@@ -102,7 +130,7 @@ def thread_that_cannot_start_ends_the_record(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_offload_spaces.py::test_clear_of_one_clears_all_of_its_storage_root")
 def clear_of_one_sharding_only(patch: pytest.MonkeyPatch) -> None:
     """A clear leaves the blocks of engines with other numbers of shards, who then store them as of after it."""
-    rewrite(patch, Namespaces.clear, "for each in self.of_storage(storage_root)", "for each in [namespace]")
+    rewrite(patch, Namespaces._begin_all, "self.of_storage(storage_root)", "self.of_storage(storage_root)[-1:]")
 
 
 @caught_by("tests/access/test_admission.py::test_blocks_of_others_in_storage_are_not_used_under_an_own_label")

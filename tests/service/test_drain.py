@@ -8,7 +8,7 @@ import pytest
 
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.states import DAEMON_TRANSITIONS, DaemonState
-from kvcached.service.admin_verbs import Left
+from kvcached.service.admin.verbs import Left
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached_client.errors import ErrorCode

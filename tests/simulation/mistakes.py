@@ -23,7 +23,8 @@ from kvcached.core.transfers.worker_copies import WorkerCopies
 from kvcached.memory.host_pool import HostHeaders
 from kvcached.recovery import takeover
 from kvcached.service import state_writer
-from kvcached.service.admin_verbs import AdminVerbs, Clears, _Clear
+from kvcached.service.admin.clears import Clears, _Clear
+from kvcached.service.admin.verbs import AdminVerbs
 from kvcached.service.admission import Admission
 from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.pending import PendingReplies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,22 @@ def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(play())
 
     assert events == [StorageReady(), StorageLost(), StorageReady()]
+
+
+def test_nothing_is_asked_before_whoever_has_to_is_ready(rig: Rig) -> None:
+    """The backend is open, and this daemon's alone: what others have left there is looked at first.
+
+    A process that dies meanwhile is not taken for its successor, which is looked at as well.
+    """
+    waiting: list[Callable[[], None]] = []
+    rig.link.before_ready = waiting.append
+    rig.restart()
+    assert (rig.state(), rig.events[-1]) == (LinkState.STARTING, StorageLost())
+    rig.restart()
+    waiting[0]()
+    assert (rig.state(), len(waiting)) == (LinkState.STARTING, 2)
+    waiting[1]()
+    assert (rig.state(), rig.events[-1]) == (LinkState.READY, StorageReady())
 
 
 @pytest.mark.parametrize("is_wanted", [False, True], ids=["it died", "it was wanted again"])

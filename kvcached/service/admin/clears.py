@@ -1,8 +1,6 @@
-"""The requests by which people change what the daemon does and keeps.
+"""Clears of namespaces, each answered when the new generation is recorded.
 
-Pause and resume copies, drain and stop; clear a namespace or set its weights version; pin prefixes; set a write policy.
-A pause, a drain or a stop is answered when it is complete, or at its deadline with what is left; it holds in both
-cases. A clear is answered when the new generation is recorded.
+A clear is requested by an administrator or by an engine, or another daemon has recorded one in the same storage.
 """
 
 from __future__ import annotations
@@ -12,178 +10,26 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from kvcached.core.cache import Cache
 from kvcached.core.generations import Edition
-from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import ClearingEnded
 from kvcached.core.namespaces import Namespace
-from kvcached.core.slots.slots import DevicePool
-from kvcached.core.slots.states import DaemonState
 from kvcached.recovery.recorder import Recorder
-from kvcached.service.admission import DrainState
-from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
-from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, NamedNamespace, Replica, check_replica, resolve_namespace
+from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
+from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, NamedNamespace, Replica, resolve_namespace
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol import engine as wire
-from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
 from kvcached_client.types import SessionId
 
 #: Clears whose outcome is kept for retries, the latest of all connections.
 CLEARS_KEPT: Final = 256
 
-#: Requests of engines, or of people, that a drain waits for.
-_DRAINED: Final = (Wait.LOAD, Wait.SLOTS, Wait.HEALTH, Wait.CLEAR)
-
 _ClearRequest: TypeAlias = wire.Clear | wire.ClearNamespace | wire.SetWeights
 
 _log: Final = logging.getLogger(__name__)
-
-
-class Left(NamedTuple):
-    """What keeps the daemon from being idle."""
-
-    leases: int
-    copies: int
-    requests: int
-
-
-class AdminVerbs:
-    """Serves them.
-
-    Args:
-        clears: serves those that clear namespaces.
-
-    Attributes:
-        by_type: what serves the verbs that are answered at once.
-        late_by_type: what serves the others.
-    """
-
-    def __init__(
-        self,
-        cache: Cache,
-        replicas: Mapping[str, Replica],
-        drain_state: DrainState,
-        pending: PendingReplies,
-        clears: Clears,
-        now_ms: Callable[[], int],
-    ) -> None:
-        self._cache = cache
-        self._replicas = replicas
-        self._drain_state = drain_state
-        self._pending = pending
-        self._now_ms = now_ms
-        self.by_type: dict[type[wire.Header], Verb] = {
-            wire.Resume: self._resume,
-            wire.SetPolicy: self._set_policy,
-            wire.Pin: self._pin,
-            wire.Unpin: self._unpin,
-        }
-        self.late_by_type: dict[type[wire.Header], LateVerb] = {
-            wire.Pause: self._pause,
-            wire.Drain: self._drain,
-            wire.Clear: clears.clear_own,
-            wire.ClearNamespace: clears.clear,
-            wire.SetWeights: clears.set_weights,
-        }
-
-    def left(self) -> Left:
-        """What is held and under way now."""
-        names = [name for session in self._cache.managed.sessions.values() for name in session.leases.by_request]
-        names += [name for session in self._cache.offload.sessions.values() for name in session.leases.by_request]
-        return Left(
-            leases=sum(not name.startswith(RESERVE_REQUEST_PREFIX) for name in names),
-            copies=self._cache.copies_under_way(),
-            requests=self._pending.count(*_DRAINED),
-        )
-
-    def stop(self, deadline_ms: int, stopped: Callable[[Left], None]) -> None:
-        """Take no new work, and say when nothing is left, or at the deadline what is."""
-        self._drain_state.enter(DaemonState.STOPPING)
-
-        def ask(*, is_last: bool) -> Answer | None:
-            left = self.left()
-            if any(left) and not is_last:
-                return None
-            return Answer(_drained(0, left, holds=True))
-
-        def respond(_: Answer) -> None:
-            stopped(self.left())
-
-        answer = self._pending.wait(PendingReply(Wait.STOP, wire.Drain(id=0), respond, ask), deadline_ms)
-        if answer is not None:
-            respond(answer)
-
-    def _pause(self, _: bytes, request: wire.Pause, __: list[bytes], respond: Respond) -> Answer | None:
-        check_replica(request.replica, self._replicas)
-        self._cache.pause(request.replica)
-
-        def ask(*, is_last: bool) -> Answer | None:
-            holds, under_way = self._cache.is_paused(request.replica), self._cache.copies_under_way(request.replica)
-            if under_way and holds and not is_last:
-                return None
-            return Answer(wire.Paused(id=request.id, under_way=under_way, holds=holds))
-
-        return self._pending.wait(PendingReply(Wait.OPERATOR, request, respond, ask), request.deadline_ms)
-
-    def _resume(self, _: bytes, request: wire.Resume, __: list[bytes]) -> Answer:
-        check_replica(request.replica, self._replicas)
-        self._cache.resume(request.replica)
-        if not request.replica:
-            self._drain_state.enter(DaemonState.SERVING)
-        return Answer(wire.Resumed(id=request.id, state=self._drain_state.state))
-
-    def _drain(self, _: bytes, request: wire.Drain, __: list[bytes], respond: Respond) -> Answer | None:
-        self._drain_state.enter(DaemonState.DRAINING)
-
-        def ask(*, is_last: bool) -> Answer | None:
-            left, holds = self.left(), not self._drain_state.takes_work
-            if any(left) and holds and not is_last:
-                return None
-            return Answer(_drained(request.id, left, holds=holds))
-
-        return self._pending.wait(PendingReply(Wait.OPERATOR, request, respond, ask), request.deadline_ms)
-
-    def _set_policy(self, _: bytes, request: wire.SetPolicy, __: list[bytes]) -> Answer:
-        namespace = resolve_namespace(self._cache, self._replicas, request.target)
-        before = namespace.tree.write_policy
-        self._cache.set_write_policy(namespace.tree, request.policy)
-        shown = namespace.root[:NAMESPACE_SHOWN_BYTES].hex()
-        fields = {"namespace": shown, "policy": request.policy, "before": before}
-        _log.info("write policy of namespace %(namespace)s: %(policy)s, was %(before)s", fields)
-        return Answer(
-            wire.PolicySet(
-                id=request.id,
-                replicas=namespace.replicas,
-                namespace=shown,
-                label=namespace.label,
-                policy=request.policy,
-                before=before,
-            )
-        )
-
-    def _pin(self, _: bytes, request: wire.Pin, frames: list[bytes]) -> Answer:
-        tree, pool = self._place(request.target, frames[0])
-        pin = self._cache.pins.pin(tree, pool, frames[0], self._now_ms() + request.ttl_ms)
-        return Answer(wire.Pinned(id=request.id, device=pin.device.depth, host=pin.host.depth))
-
-    def _unpin(self, _: bytes, request: wire.Unpin, frames: list[bytes]) -> Answer:
-        tree, pool = self._place(request.target, frames[0])
-        return Answer(wire.Unpinned(id=request.id, was_pinned=self._cache.pins.unpin(tree, pool, frames[0])))
-
-    def _place(self, target: str, keys: bytes) -> tuple[PrefixTree, DevicePool | None]:
-        """The tree, and for a replica its own pool."""
-        if not keys:
-            raise request_error(ErrorCode.BAD_VALUE, "a prefix of no blocks", "send the keys of its full blocks")
-        tree = resolve_namespace(self._cache, self._replicas, target).tree
-        pool = self._cache.pools.get(target)
-        if pool is None and tree.host is None:
-            raise request_error(
-                ErrorCode.BAD_VALUE, f"{target!r} has no host pool to pin in", "name one of its replicas"
-            )
-        return tree, pool
 
 
 @dataclass(slots=True, eq=False)
@@ -318,6 +164,23 @@ class Clears:
         words = "cleared: %(replicas)s, %(blocks)d blocks; generation %(generation)d, weights %(weights)r"
         _log.info(words, {**fields, "weights": clear.weights_version})
 
+    def follow(self, recorded: Mapping[bytes, Edition]) -> None:
+        """Clear what another daemon has cleared while it, and not this one, had storage.
+
+        This goes before anything is asked of storage, which may have blocks from before that clear. The namespace then
+        has the recorded generation, and finds what the other daemon has stored. But where this daemon has cleared it
+        too, and could not record that, those blocks may be older than its own clear: then it has a new generation.
+
+        Args:
+            recorded: the editions in the record, as it is now that storage is locked for this daemon.
+        """
+        for root, edition in recorded.items():
+            self._follow_for_engines(root, edition)
+        targets = (resolve_namespace(self._cache, self._replicas, name) for name in self._replicas)
+        for target in {each.replicas: each for each in targets}.values():
+            self._follow_for_replicas(target, recorded)
+        self._carry_out()
+
     def _known(self, connection: bytes, request: _ClearRequest) -> _Clear | None:
         return self._of_request.get((connection, type(request), request.id))
 
@@ -348,7 +211,7 @@ class Clears:
 
     def _of_replicas(self, target: NamedNamespace) -> _Clear:
         replica = self._replicas[target.replicas[0]]
-        return self._begun(target) or self._begin(target, replica, replica.weights_version)
+        return self._begun(target) or self._begin_next(target, replica, replica.weights_version)
 
     def _with_weights(self, target: NamedNamespace, version: str) -> _Clear:
         if not target.replicas:
@@ -368,7 +231,7 @@ class Clears:
                 version=self._recorder.version,
             )
         if clear is None:
-            return self._begin(target, replica, version)
+            return self._begin_next(target, replica, version)
         if clear.weights_version != version:
             raise request_error(
                 ErrorCode.CLEARING,
@@ -380,13 +243,59 @@ class Clears:
     def _begun(self, target: NamedNamespace) -> _Clear | None:
         return next((each for each in self._under_way if each.replicas == target.replicas), None)
 
-    def _begin(self, target: NamedNamespace, replica: Replica, weights_version: str) -> _Clear:
+    def _begin_next(self, target: NamedNamespace, replica: Replica, weights_version: str) -> _Clear:
         generation = self._cache.generations.fresh(replica.generation)
-        namespace = replica.root_of(generation, weights_version)
-        clear = _Clear(target.replicas, generation, weights_version, namespace)
+        return self._begin(target, replica, Edition(generation, weights_version))
+
+    def _begin(self, target: NamedNamespace, replica: Replica, edition: Edition) -> _Clear:
+        namespace = replica.root_of(edition.generation, edition.weights_version)
+        clear = _Clear(target.replicas, edition.generation, edition.weights_version, namespace)
         self._under_way.append(clear)
-        self._cache.clearings.begin(target.tree, namespace, generation)
+        self._cache.clearings.begin(target.tree, namespace, clear.generation)
         return clear
+
+    def _follow_for_engines(self, storage_root: bytes, recorded: Edition) -> None:
+        """Give namespaces in offload mode the generation that another daemon has recorded, or one after it."""
+        ours = self._cache.generations.editions.get(storage_root)
+        if ours is None:
+            self._cache.generations.replace(storage_root, storage_root, recorded)
+            return
+        if recorded.generation <= ours.generation:
+            return
+        generation = recorded.generation
+        if not self._recorder.has_recorded(storage_root, ours):
+            generation = self._cache.generations.fresh(generation)
+        namespaces = self._cache.offload.namespaces
+        spaces = namespaces.of_storage(storage_root)
+        if spaces:
+            self._tell_cleared(spaces[0])
+        blocks = namespaces.enter_generation(storage_root, generation)
+        for space in spaces:
+            fields = {"label": space.spec.label, "blocks": blocks, "generation": generation}
+            _log.warning("another daemon has cleared %(label)s: %(blocks)d blocks; generation %(generation)d", fields)
+
+    def _follow_for_replicas(self, target: NamedNamespace, recorded: Mapping[bytes, Edition]) -> None:
+        """The same for a namespace of replicas, whose root in the record tells the generation."""
+        replica, begun = self._replicas[target.replicas[0]], self._begun(target)
+        ours = Edition(replica.generation, replica.weights_version)
+        coming = ours if begun is None else Edition(begun.generation, begun.weights_version)
+        later = [
+            each
+            for root, each in recorded.items()
+            if each.generation > coming.generation and replica.root_of(each.generation, each.weights_version) == root
+        ]
+        if not later:
+            return
+        edition = max(later)
+        if begun is not None or not self._recorder.has_recorded(replica.namespace, ours):
+            edition = coming._replace(generation=self._cache.generations.fresh(edition.generation))
+        names = {"replicas": ", ".join(target.replicas), "generation": edition.generation}
+        _log.warning("another daemon has cleared %(replicas)s; generation %(generation)d follows", names)
+        if begun is None:
+            self._begin(target, replica, edition)
+            return
+        begun.generation, begun.namespace = edition.generation, replica.root_of(*edition)
+        self._cache.clearings.rename(target.tree, begun.namespace, begun.generation)
 
     def _answer(self, connection: bytes, request: _ClearRequest, clear: _Clear, respond: Respond) -> Answer | None:
         self._recorder.again()
@@ -403,7 +312,3 @@ class Clears:
             return answer
 
         return self._pending.wait(PendingReply(Wait.CLEAR, request, respond, ask))
-
-
-def _drained(request_id: int, left: Left, *, holds: bool) -> wire.Drained:
-    return wire.Drained(id=request_id, leases=left.leases, copies=left.copies, requests=left.requests, holds=holds)
