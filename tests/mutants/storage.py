@@ -112,7 +112,8 @@ def clear_of_both_daemons_taken_for_the_other_ones(patch: pytest.MonkeyPatch) ->
 @caught_by("tests/core/test_generations.py::test_number_of_another_daemon_is_left_behind")
 def two_daemons_count_on_from_one_number(patch: pytest.MonkeyPatch) -> None:
     """Two daemons that take turns at a storage give one number to what each has after its own clear."""
-    rewrite(patch, Generations.fresh, "if before else 1", "* 0 + before + 1")
+    jump = "((before >> RANDOM_BITS) + 1 << RANDOM_BITS) + self._chance"
+    rewrite(patch, Generations.fresh, jump, "before + 1")
 
 
 @caught_by("tests/core/test_generations.py::test_namespaces_in_use_are_never_forgotten")
