@@ -173,6 +173,29 @@ def test_block_that_is_not_taken_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     assert ("free_space_floor_bytes" if floor else "File too large") in result.detail
 
 
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.EMFILE, errno.EACCES])
+def test_file_that_no_room_would_help_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A limit of sizes or of open files, or missing rights: blocks of other sizes stay, which would make room in vain.
+
+    Blocks of a size that has its files take each other's place as before.
+    """
+
+    def limited(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    large = kind(part_bytes=65536)
+    with opened(tmp_path / "d", capacity_bytes=4 * MIB) as storage:
+        put(storage, *range(20))
+        monkeypatch.setattr(os, "posix_fallocate", limited)
+        (result,) = storage.put([stored(1, large)], timeout_s=TIMEOUT_S)
+
+        assert (result.outcome, os.strerror(number) in result.detail) == (Outcome.FULL, True)
+        assert there(storage, range(20)) == set(range(20))
+        assert [put(storage, number) for number in range(100, 150)] == [[Outcome.DONE]] * 50
+
+
 def test_full_file_system_refuses_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

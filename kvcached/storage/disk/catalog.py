@@ -287,7 +287,7 @@ class DiskCatalog:
                 slot[0].used_ns = self._use_ns()  # a new file is not the least recently used one
                 taken.append(slot)
                 continue
-            cold = self._space.coldest()
+            cold = self._space.coldest() if self._space.lacks_room else None
             if cold is not None and cold.slot_bytes != slot_bytes:
                 self._delete_file(cold)
             elif victims := self._index.oldest(slot_bytes, count - len(taken)):

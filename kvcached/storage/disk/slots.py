@@ -132,6 +132,7 @@ class DiskSpace:
     Attributes:
         files: by their numbers.
         refusal: why the last file that was wanted could not be created; empty where it was created.
+        lacks_room: whether that was for lack of room, which deleting other files makes.
     """
 
     def __init__(self, settings: DiskSettings) -> None:
@@ -144,6 +145,7 @@ class DiskSpace:
         self._room_bytes = settings.capacity_bytes - INDEX_BYTES
         self._direct = settings.direct_io == "auto" and _takes_direct_io(settings.directory)
         self.refusal = ""
+        self.lacks_room = False
         self.files: dict[int, SlotFile] = {}
         for path in sorted(settings.directory.glob("*.slots")):
             if _NAME.fullmatch(path.stem):
@@ -182,6 +184,7 @@ class DiskSpace:
         room = min(left_bytes, free_bytes - settings.free_space_floor_bytes)
         regular = max(1, file_bytes_for(self._room_bytes) // cost)
         slots = min(regular, room // cost)
+        self.lacks_room = True
         if slots < max(1, regular // _LEAST_SHARE):
             if room == left_bytes:
                 self.refusal = "capacity_bytes is used up"
@@ -195,7 +198,7 @@ class DiskSpace:
             refusal = f"no file of {slots * slot_bytes} bytes can be made in {settings.directory}: {error.strerror}"
             if refusal != self.refusal:  # once, not for each block
                 _log.warning("%s", refusal)
-            self.refusal = refusal
+            self.refusal, self.lacks_room = refusal, error.errno in {errno.ENOSPC, errno.EDQUOT}
             return None
         self.files[file.number], self.refusal = file, ""
         return file
