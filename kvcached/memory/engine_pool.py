@@ -1,7 +1,7 @@
 """An engine pool: device memory of an engine in offload mode that belongs to the daemon, and the table of its blocks.
 
-The daemon makes it, holds it, and hands it to the engine's processes; it maps the table, and never a block. The head of
-the table (`kvcached_client.blocks.engine_table`) describes the pool, so the next daemon needs only the descriptors.
+The daemon makes it, holds it, and hands it to the engine's processes; it maps the table, and never a block. A page of
+its own (`kvcached.memory.engine_record`) describes the pool, so the next daemon needs only the descriptors.
 
 Memory of CUDA devices is made elsewhere, and put into the pool rank by rank. Nothing tells its descriptors apart but
 the names under which they are kept, which contain the pool's random id.
@@ -17,12 +17,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final, Self
 
+from kvcached.memory.engine_record import POOL_ID_BYTES, RECORD_BYTES, EngineRecord, PoolHead
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import memory_fault, sealed_memfd
-from kvcached_client.blocks.engine_table import POOL_ID_BYTES, EngineTable, PoolHead, table_bytes
+from kvcached_client.blocks.engine_table import RANKS_MAX, EngineTable, table_bytes
 from kvcached_client.blocks.mapping import map_sealed
 from kvcached_client.blocks.memory_locks import is_locked
 from kvcached_client.errors import RequestError
+
+#: The record's number among the parts, behind those of all ranks there may be.
+RECORD_PART: Final = 1 + RANKS_MAX
 
 _SHOWN_BYTES: Final = 8
 
@@ -32,18 +36,21 @@ class EnginePool:
 
     Attributes:
         table: its table, mapped so that no forked child has it.
+        record: what the daemon knows of it; so is this.
         head: what the pool is.
         claim: of the start of the engine that has asked for it last; empty if that was asked of an earlier daemon.
     """
 
     def __init__(self, descriptors: Mapping[int, int], head: PoolHead) -> None:
-        """Take over the descriptors of the table, part 0, and of each rank's memory, and map the table.
+        """Take over the descriptors of the table, of each rank's memory, and of the record; map table and record.
 
         Raises:
-            DaemonFailure: the kernel refused to map it; the descriptors are still the caller's.
+            DaemonFailure: the kernel refused to map them; the descriptors are still the caller's.
         """
         self.head = head
         self.claim = ""
+        record = map_sealed(descriptors[RECORD_PART], RECORD_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.record = EngineRecord(memoryview(record))
         mapped = map_sealed(descriptors[0], table_bytes(head.blocks), mmap.PROT_READ | mmap.PROT_WRITE)
         self.table = EngineTable(memoryview(mapped), head.blocks)
         self._parts = dict(descriptors)
@@ -56,8 +63,9 @@ class EnginePool:
             OSError, DaemonFailure: the kernel refused one of the steps.
         """
         with ExitStack() as made:
-            descriptors = _made([table_bytes(blocks), *[rank_bytes] * ranks], made)
-            memories = tuple(MemoryIdentity.of(each) for each in descriptors[1:])
+            descriptors = _made(blocks, made)
+            descriptors |= {1 + rank: _memfd(rank_bytes, made) for rank in range(ranks)}
+            memories = tuple(MemoryIdentity.of(descriptors[1 + rank]) for rank in range(ranks))
             head = PoolHead(secrets.token_bytes(POOL_ID_BYTES), name, blocks, rank_bytes, memories)
             return cls._begun(descriptors, head, made)
 
@@ -69,14 +77,15 @@ class EnginePool:
             OSError, DaemonFailure: the kernel refused one of the steps.
         """
         with ExitStack() as made:
-            descriptors = _made([table_bytes(blocks)], made)
+            descriptors = _made(blocks, made)
             head = PoolHead(secrets.token_bytes(POOL_ID_BYTES), name, blocks, rank_bytes, devices=("",) * ranks)
             return cls._begun(descriptors, head, made)
 
     @classmethod
-    def _begun(cls, descriptors: list[int], head: PoolHead, made: ExitStack) -> Self:
-        pool = cls(dict(enumerate(descriptors)), head)
-        pool.table.begin(head)
+    def _begun(cls, descriptors: dict[int, int], head: PoolHead, made: ExitStack) -> Self:
+        pool = cls(descriptors, head)
+        pool.table.new_epoch()
+        pool.record.write_head(head)
         made.pop_all()
         return pool
 
@@ -87,13 +96,13 @@ class EnginePool:
         The descriptors belong to what is returned; where that is None, they stay the caller's to close.
         """
         try:
-            head = PoolHead.unpack(os.pread(parts[0], 4096, 0)) if 0 in parts else None
+            head = PoolHead.unpack(os.pread(parts[RECORD_PART], RECORD_BYTES, 0)) if RECORD_PART in parts else None
         except OSError:
             return None
-        if head is None or memory_fault(parts[0], table_bytes(head.blocks)) is not None:
+        if head is None or 0 not in parts or memory_fault(parts[0], table_bytes(head.blocks)) is not None:
             return None
         made = [rank for rank in range(head.ranks) if not head.devices or head.devices[rank]]
-        if set(parts) != {0, *(1 + rank for rank in made)}:
+        if set(parts) != {0, RECORD_PART, *(1 + rank for rank in made)}:
             return None
         for rank, memory in enumerate(head.memories):
             descriptor = parts[1 + rank]
@@ -135,7 +144,7 @@ class EnginePool:
 
     @property
     def parts(self) -> Mapping[int, int]:
-        """All descriptors: the table's is part 0, that of a rank's memory part 1 + rank."""
+        """All descriptors: the table's is part 0, that of a rank's memory part 1 + rank, and the record's is last."""
         return self._parts
 
     def put(self, rank: int, descriptor: int, device: str) -> None:
@@ -160,12 +169,15 @@ class EnginePool:
     def _name_device(self, rank: int, device: str) -> None:
         devices = (*self.head.devices[:rank], device, *self.head.devices[rank + 1 :])
         self.head = replace(self.head, devices=devices)
-        self.table.write_head(self.head)
+        self.record.write_head(self.head)
 
 
-def _made(sizes: list[int], made: ExitStack) -> list[int]:
-    descriptors = []
-    for size_bytes in sizes:
-        descriptors.append(sealed_memfd("kvcached-engine", size_bytes))
-        made.callback(os.close, descriptors[-1])
-    return descriptors
+def _made(blocks: int, made: ExitStack) -> dict[int, int]:
+    """The descriptors of a new table and of a new record."""
+    return {0: _memfd(table_bytes(blocks), made), RECORD_PART: _memfd(RECORD_BYTES, made)}
+
+
+def _memfd(size_bytes: int, made: ExitStack) -> int:
+    descriptor = sealed_memfd("kvcached-engine", size_bytes)
+    made.callback(os.close, descriptor)
+    return descriptor

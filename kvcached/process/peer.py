@@ -31,6 +31,8 @@ class PeerProcess:
         identity: what tells it from later processes with its id; None where that is not visible.
     """
 
+    is_seen = True
+
     def __init__(self, credentials: Credentials, pidfd: int, grants: Grants) -> None:
         """Takes over `pidfd`."""
         self.pid, self.uid, self.gid = credentials
@@ -99,9 +101,11 @@ class PeerProcess:
 class UnseenProcess:
     """A process from before a restart that is not visible from here: it may live, and its death cannot be seen.
 
-    What it may write stays set aside until its engine says, from whatever process, that it is through.
+    What it may write stays set aside until its engine says, from whatever process that has shown the engine's secret,
+    that it is through.
     """
 
+    is_seen = False
     pid = 0
     identity = None
     grants = NO_GRANTS
@@ -111,9 +115,8 @@ class UnseenProcess:
         return False
 
     def is_same_process(self, other: object) -> bool:
-        """The engine's word is taken for it: it is asked only about a process that has shown the engine's secret."""
-        del other
-        return True
+        """Whether it is this very object: no process can be known to be one that is not seen."""
+        return other is self
 
     def close(self) -> None:
         """Nothing to close."""

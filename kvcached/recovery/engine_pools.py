@@ -23,6 +23,7 @@ import msgspec
 
 from kvcached.memory.available import NotEnoughMemory, check_available
 from kvcached.memory.engine_pool import EnginePool
+from kvcached.memory.engine_record import NAME_BYTES_MAX
 from kvcached.recovery.engine_writers import EngineWriters, UnknownWriter, WriterProcess
 from kvcached.recovery.fd_store import KEPT_MAX, remove, store, taken_in
 from kvcached_client.blocks.engine_table import table_bytes
@@ -160,9 +161,15 @@ class EnginePools:
         if request.rank is not None and request.rank >= request.ranks:
             raise request_error(ErrorCode.BAD_VALUE, f"rank {request.rank} of {request.ranks}", "count ranks from 0")
         request = _owned(request, user)
+        if len(request.name.encode()) > NAME_BYTES_MAX:
+            raise request_error(
+                ErrorCode.BAD_VALUE,
+                f"the name of the engine and of its user take more than {NAME_BYTES_MAX} bytes",
+                "choose a shorter name",
+            )
         pool = self._claimed(request) or self._left(request) or self._make(request)
         pool.claim = request.claim
-        pool.table.note_use(int(self._now_s()))
+        pool.record.note_use(int(self._now_s()))
         return pool
 
     def _pool_in_use(self, request: ClaimPool, user: str) -> EnginePool:
@@ -234,7 +241,7 @@ class EnginePools:
             pool for pool in self._pools
             if _fits(pool, request) and _device_of(pool, request) == request.device and not self._is_used(pool)
         ]  # fmt: skip
-        return max(left, key=lambda pool: pool.table.used_s, default=None)
+        return max(left, key=lambda pool: pool.record.used_s, default=None)
 
     def _is_used(self, pool: EnginePool) -> bool:
         """Whether a process of an engine has it; then it must stay."""
@@ -243,7 +250,7 @@ class EnginePools:
     def _make(self, request: ClaimPool) -> EnginePool:
         size_bytes = table_bytes(request.blocks) + request.ranks * request.rank_bytes
         left_bytes = self._make_room(request.name, size_bytes)
-        parts = 1 + request.ranks + sum(1 + pool.head.ranks for pool in self._pools)
+        parts = 2 + request.ranks + sum(2 + pool.head.ranks for pool in self._pools)
         if left_bytes < size_bytes or parts > _DESCRIPTORS_MAX:
             raise request_error(
                 ErrorCode.LIMIT,
@@ -311,7 +318,7 @@ class EnginePools:
     def _idle(self, name: str) -> list[EnginePool]:
         """Pools that no engine uses, in the order in which they go: those of this name first, then the oldest."""
         idle = [pool for pool in self._pools if not self._is_used(pool)]
-        return sorted(idle, key=lambda pool: (pool.head.name != name, pool.table.used_s))
+        return sorted(idle, key=lambda pool: (pool.head.name != name, pool.record.used_s))
 
     def _make_room(self, name: str, size_bytes: int) -> int:
         """Give back pools that no engine uses, as far as that is needed; the room that there is then."""

@@ -14,8 +14,9 @@ import select
 from typing import Protocol
 
 from kvcached.memory.engine_pool import EnginePool
+from kvcached.memory.engine_record import Writer
 from kvcached.process.identity import PID_MAX, ProcessIdentity, open_process, pid_namespace
-from kvcached_client.blocks.engine_table import RANKS_MAX, Writer
+from kvcached_client.blocks.engine_table import RANKS_MAX
 from kvcached_client.errors import ErrorCode, request_error
 
 
@@ -50,7 +51,7 @@ class EngineWriters:
             UnknownWriter: it was written down in another pid namespace, or without an id.
         """
         for place in range(min(2 * pool.head.ranks, RANKS_MAX)):
-            writer = pool.table.writer(place)
+            writer = pool.record.writer(place)
             if not writer.pid:
                 continue
             if writer.namespace != pid_namespace():
@@ -116,7 +117,7 @@ class EngineWriters:
         if known is not None:
             known.close()
         self._known[pool.head.pool_id, place] = process
-        pool.table.note_writer(place, _written_down(process))
+        pool.record.note_writer(place, _written_down(process))
 
 
 class _FoundProcess:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -67,8 +68,7 @@ class Inheritance:
         ledger: that of the daemon before; None if there was none on this boot.
         host: the host pool, new or kept; None without one.
         is_kept: the host pool is the one that the ledger names.
-        devices: the device pools, by replica; without memory where the ledger says that they sleep, or a device that
-            they need is lost.
+        devices: the device pools, by replica; without memory where they sleep, or a device that they need is lost.
     """
 
     ledger: Ledger | None
@@ -78,12 +78,7 @@ class Inheritance:
 
     def host_record(self) -> HostPoolRecord | None:
         """The host pool as the next ledger names it."""
-        if self.host is None:
-            return None
-        device, inode = self.host.identity
-        return HostPoolRecord(
-            device=device, inode=inode, slabs=self.host.slabs, slab_bytes=self.host.slab_bytes, allocated={}
-        )
+        return None if self.host is None else _record_of(self.host)
 
 
 async def inherit(
@@ -182,10 +177,15 @@ def _kept(kept: list[int], host: HostConfig, ledger: Ledger) -> HostMemory | Non
     if not kept or ledger.host is None:
         return None
     memory = adopt_host_memory(kept[0], host.slabs, host.slab_bytes)
-    if memory is not None and memory.identity != (ledger.host.device, ledger.host.inode):
-        _log.warning("the ledger is of another host pool than the one that was kept, and its blocks are lost")
+    if memory is not None and msgspec.structs.replace(ledger.host, allocated={}) != _record_of(memory):
+        _log.warning("the ledger is of another host pool than the one that was kept, or of other slabs: it is lost")
         return None
     return memory
+
+
+def _record_of(host: HostMemory) -> HostPoolRecord:
+    device, inode = host.identity
+    return HostPoolRecord(device=device, inode=inode, slabs=host.slabs, slab_bytes=host.slab_bytes, allocated={})
 
 
 @dataclass(slots=True)

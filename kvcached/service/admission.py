@@ -111,6 +111,7 @@ class Admission:
         peer.grants.check_replica(replica.name)
         check_shard(shard, replica.layout.shards)
         descriptors = replica.workers.descriptors(shard)
+        self._groups.see(group, peer)
         self._groups.join(group, peer)
         joined = Joined(
             kind="cuda" if replica.cuda_devices else "memfd",
@@ -147,6 +148,7 @@ class Admission:
             raise request_error(
                 ErrorCode.NO_SESSION, "the session was not on a device pool", "connect, as a new engine does"
             )
+        self._groups.see(group, peer)
         replica = self._replicas[session.pool.name]
         peer.grants.check_replica(replica.name)
         check_layout(request.layout, replica)
@@ -186,7 +188,8 @@ class Admission:
                 raise request_error(
                     ErrorCode.POOL_BUSY,
                     f"{session.state} session {session.id} holds replica {session.pool.name!r} for processes {pids}",
-                    "close that session, or end its processes, or use another replica",
+                    "close that session, or end its processes, or use another replica; process 0 is not seen here: its "
+                    "engine has to rejoin, or the daemon to start without its memory",
                 )
             return session
         return None

@@ -234,7 +234,7 @@ class EngineVerbs:
             self._offload.admission.part(group)
             self._forget(self._offload.admission.take_departed())
             return Answer(wire.Goodbye(id=request.id))
-        if group.living(beside=group.scheduler):
+        if group.others():
             # Its shard processes may still write: their slots are free when the processes are dead.
             self._cache.handle(MemberLost(group.session))
             self._forget(self._groups.part(group, group.scheduler))

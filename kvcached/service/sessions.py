@@ -37,6 +37,10 @@ class Peer(Protocol):
     def grants(self) -> Grants:
         """What its user may do."""
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether its death would be noticed; else it is from before a restart, and is never dead."""
+
     def is_dead(self) -> bool:
         """Whether the process has ended, as its pidfd says."""
 
@@ -119,6 +123,10 @@ class EngineGroup:
             for member in self.members
             if not member.is_dead() and (beside is None or not member.is_same_process(beside))
         ]
+
+    def others(self) -> list[Peer]:
+        """Members that live beside the scheduler, which speaks for those that are not seen: it has shown the secret."""
+        return [member for member in self.living(beside=self.scheduler) if member.is_seen]
 
 
 class FoundSession(NamedTuple):
@@ -238,6 +246,16 @@ class EngineGroups:
         self._of_connection[connection] = group
         self.version += 1
 
+    def see(self, group: EngineGroup, peer: Peer) -> None:
+        """A process has shown the secret of a group: it is one of those that were not seen, first the scheduler."""
+        unseen = [member for member in (group.scheduler, *group.members) if not member.is_seen]
+        if not unseen or peer in group.members:
+            return
+        group.members[group.members.index(unseen[0])] = peer
+        if group.scheduler is unseen[0]:
+            group.scheduler = peer
+        self.version += 1
+
     def join(self, group: EngineGroup, peer: Peer, shard: ShardIndex | None = None) -> None:
         """A shard process enters a group whose token it has shown; twice is once. `shard`: `EngineGroup.shard_of`."""
         if peer not in group.members:
@@ -296,7 +314,7 @@ class EngineGroups:
 
     def part(self, group: EngineGroup, scheduler: Peer) -> list[Peer]:
         """Remove the scheduler's process after its goodbye. Returns the members removed that are in no other group."""
-        left = [member for member in group.members if member is scheduler or member.is_same_process(scheduler)]
+        left = [each for each in group.members if not each.is_seen or each.is_same_process(scheduler)]
         return self.leave(group, left)
 
     @property

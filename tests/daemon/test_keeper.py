@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from kvcached_client.errors import RequestError
+from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from tests.daemon.supervised import Supervised, supervised
 from tests.daemon.test_host_tier import HOST_CONFIG, SLOTS, content, engine_on, is_sound, wait_stored
-from tests.daemon.test_offload import Processes
+from tests.daemon.test_offload import PAGE_BYTES, SHARDS, Processes
 from tests.daemon.test_offload import config as offload_config
 from tests.daemon.test_rejoin import Engine as RejoiningEngine
 from tests.daemon.test_restart import Engine as OffloadEngine
@@ -129,4 +131,42 @@ def test_engine_that_is_not_seen_is_not_taken_for_dead(tmp_path: Path, keeper: P
         assert not crowd.store("crowd", 30) & given
         crowd.close()
         assert "the earlier daemon ran in another pid namespace" in second.log
+    processes.end()
+
+
+def test_replica_is_busy_while_an_engine_that_is_not_seen_may_write(tmp_path: Path, keeper: Path) -> None:
+    """Another engine gets no slots of one that lives in a lease, and gets in when that one has come back and gone."""
+    with ExitStack() as parts:
+        with container(tmp_path, keeper) as first:
+            engine = RejoiningEngine(first.run_dir, parts)
+            chain = engine.chain(0, 4)
+            lease = engine.client.acquire("r", chain)
+            engine.compute(lease, chain)
+            end(first, signal.SIGKILL)
+        with container(tmp_path, keeper) as second:
+            with pytest.raises(RequestError, match="process 0 is not seen here"):
+                RejoiningEngine(second.run_dir, parts, failures="raise")
+            engine.client.rejoin()
+            lease.commit(16)
+            lease.release()
+            engine.client.close()
+            other = RejoiningEngine(second.run_dir, parts, failures="raise")
+            again = other.client.acquire("s", chain, full=True)
+            assert (again.hit_blocks, other.is_right(again, chain)) == (4, True)
+
+
+def test_engine_that_is_not_seen_limits_no_other_one(tmp_path: Path, keeper: Path) -> None:
+    """Its namespaces are not those of every process that comes."""
+    config = offload_config() + "namespaces_max = 2\n"
+    with container(tmp_path, keeper, config) as first:
+        processes = Processes(first.run_dir)
+        scheduler, _ = processes.scheduler(0, 1)
+        scheduler.ask("prepare mine 4")
+        end(first, signal.SIGKILL)
+    with container(tmp_path, keeper, config) as second:
+        layout = OffloadLayout(block_size=4, shards=SHARDS, block_bytes=PAGE_BYTES, fingerprint=b"f" * 16)
+        with OffloadClient.connect(
+            second.run_dir, engine="other", instance=new_instance(), keyspace=b"o" * 32, label="other", layout=layout
+        ) as other:
+            assert other.generation
     processes.end()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from kvcached.recovery import engine_pools
@@ -234,7 +236,7 @@ def test_next_daemon_takes_pools_over(pools: EnginePools, manager: Manager) -> N
     later.close()
 
 
-@pytest.mark.parametrize("missing", ["-0", "-1", "-2"])
+@pytest.mark.parametrize("missing", ["-0", "-1", "-2", "-65"])
 def test_pool_that_is_not_whole_is_dropped(missing: str, pools: EnginePools, manager: Manager) -> None:
     """Without one of its parts a pool is no pool: ranks come back together, or not at all."""
     _, descriptors = claim(pools, "first")
@@ -250,7 +252,7 @@ def test_pool_that_is_not_whole_is_dropped(missing: str, pools: EnginePools, man
 
 
 def test_pool_with_memory_of_another_is_dropped(pools: EnginePools, manager: Manager) -> None:
-    """The table names the memory of each rank: a part of another pool is not taken for it."""
+    """The record names the memory of each rank: a part of another pool is not taken for it."""
     for name in ("one", "other"):
         _, descriptors = claim(pools, name, name=name)
         close(descriptors)
@@ -293,3 +295,33 @@ def test_clear_drops_the_rows_of_its_namespace(pools: EnginePools) -> None:
     pools.cleared(lambda root: root == NAMESPACE)
     assert pools.stats() == ()
     close(descriptors)
+
+
+def test_next_daemon_believes_nothing_that_an_engine_wrote(pools: EnginePools, manager: Manager) -> None:
+    """Whatever an engine writes into its table, its memory goes to the next start of that user's engine alone."""
+    question = ClaimPool(name="model", claim="first", ranks=2, rank=0, rank_bytes=RANK_BYTES, blocks=BLOCKS)
+    first, table = pools.claim(msgspec.structs.replace(question, rank=0), "mallory")
+    draw = random.Random(7)
+    for number in range(20):
+        os.pwrite(table[0], draw.randbytes(os.fstat(table[0]).st_size), 0)
+        found = manager.given()
+        pools.close()
+        pools = EnginePools(2 * POOL_BYTES, Clock())
+        pools.take_over(found)
+        names = [(pool.name, pool.ranks, pool.blocks) for pool in pools.stats()]
+        assert ("model (mallory)", 2, BLOCKS) in names
+        other, _ = pools.claim(msgspec.structs.replace(question, claim=f"other {number}"), "alice")
+        again, table = pools.claim(msgspec.structs.replace(question, claim=f"again {number}"), "mallory")
+        assert (other.pool == first.pool, again.pool == first.pool) == (False, True)
+    pools.close()
+
+
+@pytest.mark.parametrize("user", ["", "alice"])
+def test_name_that_has_no_room_in_the_record_is_refused(pools: EnginePools, user: str) -> None:
+    """Bytes count, with those of the user's name: a name that is cut would be another engine's, or damage."""
+    question = ClaimPool(name="ж" * 128, claim="first", ranks=2, rank=0, rank_bytes=RANK_BYTES, blocks=BLOCKS)
+    if not user:
+        pools.claim(question)
+        return
+    with pytest.raises(RequestError, match="256 bytes"):
+        pools.claim(question, user)

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from kvcached.memory.available import NotEnoughMemory
+from kvcached.memory.engine_record import Writer
 from kvcached.memory.sealed import sealed_memfd
 from kvcached.process.identity import ProcessIdentity, identity_of
 from kvcached.recovery.engine_pools import Claimed, EnginePools
-from kvcached_client.blocks.engine_table import NO_PARENT, Row, Writer
+from kvcached_client.blocks.engine_table import NO_PARENT, Row
 from kvcached_client.blocks.memory_locks import lock_memory
 from kvcached_client.errors import DeviceError, ErrorCode, RequestError
 from kvcached_client.protocol.attach import ClaimPool
@@ -211,7 +212,7 @@ def test_device_gets_room_from_pools_without_an_engine(pools: EnginePools, devic
     claim(pools, other)
     assert [pool.name for pool in pools.stats()] == ["model", "other"]
     assert [len(devices.living(device)) for device in DEVICES] == [1, 1, 0]
-    assert len(manager.kept) == 4
+    assert len(manager.kept) == 6  # of each pool a table, a record and one rank
 
 
 def test_lost_device_costs_no_pool(pools: EnginePools, devices: Devices) -> None:
@@ -277,7 +278,7 @@ def test_next_daemon_waits_for_the_same_death(pools: EnginePools, devices: Devic
     assert claim(next_pools, question("second", 0, ranks=2), Process(os.getppid()))[0].pool != first.pool
     (pool,) = [each for each in next_pools._pools if each.head.pool_id == first.pool]
     for rank in range(2):
-        pool.table.note_writer(rank, Writer(pid=os.getpid(), started=1, namespace=pool.table.writer(rank).namespace))
+        pool.record.note_writer(rank, Writer(pid=os.getpid(), started=1, namespace=pool.record.writer(rank).namespace))
     next_pools.close()
 
     last = later(manager, devices)  # the process of that id is another one now
@@ -292,8 +293,8 @@ def test_memory_of_a_process_that_cannot_be_seen_is_dropped(
     """Of another pid namespace, or without an id: its death would not be seen, so nobody gets the memory."""
     claim(pools, question("first"), Process(is_visible=is_visible))
     if is_visible:
-        table = pools._pools[0].table
-        table.note_writer(0, table.writer(0)._replace(namespace=1))
+        record = pools._pools[0].record
+        record.note_writer(0, record.writer(0)._replace(namespace=1))
     pools.close()
     next_pools = later(manager, devices)
     assert (next_pools.stats(), manager.kept) == ((), {})
@@ -412,13 +413,13 @@ def test_next_daemon_waits_for_the_death_of_the_process_that_copies(
     """It is written down like the engine's own process."""
     first, _ = claim(pools, question("first"))
     copies(pools, first.pool, Process(os.getppid()))
-    table = pools._pools[0].table
-    table.note_writer(0, Writer(pid=os.getpid(), started=1, namespace=table.writer(0).namespace))  # it is dead
+    record = pools._pools[0].record
+    record.note_writer(0, Writer(pid=os.getpid(), started=1, namespace=record.writer(0).namespace))  # it is dead
     pools.close()
     next_pools = later(manager, devices)
     assert [pool.used for pool in next_pools.stats()] == [True]
     (pool,) = next_pools._pools
-    pool.table.note_writer(1, Writer(pid=os.getppid(), started=1, namespace=pool.table.writer(1).namespace))
+    pool.record.note_writer(1, Writer(pid=os.getppid(), started=1, namespace=pool.record.writer(1).namespace))
     next_pools.close()
     last = later(manager, devices)
     assert [pool.used for pool in last.stats()] == [False]

@@ -47,6 +47,7 @@ class FakePeer:
     dead: bool = False
     identity: ProcessIdentity | None = None
     grants: Grants = OWN
+    is_seen: bool = True
 
     def is_dead(self) -> bool:
         return self.dead

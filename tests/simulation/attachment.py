@@ -58,6 +58,8 @@ class Attachment:
     def is_dead(self) -> bool:
         return self.process.dead
 
+    is_seen = True
+
     def is_same_process(self, other: Attachment) -> bool:
         return self.process is other.process
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvcached_client.blocks.engine_table import EngineTable, PoolHead, Row, table_bytes
+from kvcached_client.blocks.engine_table import EngineTable, Row, table_bytes
 from kvcached_client.vllm.orders import StepOrders
 from kvcached_client.vllm.scheduling.device_blocks import DeviceBlocks
 from tests.vllm_connector.mini_daemon import BLOCK
@@ -138,7 +138,7 @@ class Remains:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.table = bytearray(table_bytes(blocks))
-        EngineTable(memoryview(self.table), blocks).begin(PoolHead(bytes(16), "mini", blocks, 1, ((0, 0),) * SHARDS))
+        EngineTable(memoryview(self.table), blocks).new_epoch()
         self.memory: list[dict[int, list[str]]] = [{} for _ in range(SHARDS)]
         self.born: list[dict[tuple[int, int], int]] = [{} for _ in range(SHARDS)]
         self.epochs = 0

@@ -111,7 +111,7 @@ class OffloadAdmission:
         peer = presented(self._groups, request)
         share = self._required_share()
         self._groups.check_free(connection)
-        earlier = [group for group in self._groups.of_instance(request.instance) if _same(group.scheduler, peer)]
+        earlier = [group for group in self._groups.of_instance(request.instance) if _may_be(group.scheduler, peer)]
         spec = _space(request, share)
         peer.grants.check_namespace(request.label, *self._known_labels(spec))
         self._check_namespaces(peer, spec.root)
@@ -140,7 +140,7 @@ class OffloadAdmission:
         self._groups.join(group, peer, shard)
         for old in self._groups.of_instance(group.instance):
             if old is not group:
-                left = [each for each in old.members if old.shard_of.get(each) == shard and _same(each, peer)]
+                left = [each for each in old.members if old.shard_of.get(each) == shard and _may_be(each, peer)]
                 if left:
                     self._replace(old, left)
         read_only = session.read_only or peer.grants.read_only
@@ -289,6 +289,11 @@ def _scheduler_alone(group: EngineGroup) -> list[Peer]:
 
 def _limited_together(one: Peer, other: Peer) -> bool:
     return _same(one, other) or (one.grants.uid == other.grants.uid and not other.grants.is_own)
+
+
+def _may_be(earlier: Peer, peer: Peer) -> bool:
+    """Whether a process that has shown an engine's secret is one of its earlier ones, or may be: it was not seen."""
+    return _same(earlier, peer) or not earlier.is_seen
 
 
 def _same(one: Peer, other: Peer) -> bool:

@@ -14,7 +14,7 @@ from vllm import __version__
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvcached.core.slots.states import SessionState
-from kvcached_client.blocks.engine_table import EngineTable, PoolHead, Row, table_bytes
+from kvcached_client.blocks.engine_table import EngineTable, Row, table_bytes
 from kvcached_client.offload import OffloadLayout
 from kvcached_client.vllm import connector
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity
@@ -87,7 +87,7 @@ class Remains:
         self.model, self.blocks, self.policy = model, blocks, policy
         self.has_table = not model.drafts and policy == "fcfs"
         self.table = bytearray(table_bytes(blocks))
-        EngineTable(memoryview(self.table), blocks).begin(PoolHead(bytes(16), "own", blocks, 1, ((0, 0),) * SHARDS))
+        EngineTable(memoryview(self.table), blocks).new_epoch()
         self.memory: list[Memory] = [{} for _ in range(SHARDS)]
         self.promises = Promises(model)
         self.epochs = 0
