@@ -278,7 +278,7 @@ def _share(config: Config, host: HostMemory, parts: AsyncExitStack) -> HostShare
 
 
 def _access(config: Config) -> Access:
-    access = Access.of(config.access)
+    access = Access.of(config.access, (each.name for each in config.replica))
     for name in access.unknown:
         log.warning("[access]: %r is no user or group of this machine, and gets no access", name)
     return access

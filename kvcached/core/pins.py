@@ -80,8 +80,6 @@ class Pins:
         """
         name = tree, pool, keys[-KEY_SIZE:]
         before = self._pins.get(name)
-        if before is None and len(self._pins) >= PINS_MAX:
-            raise Refusal(Why.PINS_FULL, pins=len(self._pins))
         count, device, host = len(keys) // KEY_SIZE, Held(tree.root, 0), Held(tree.root, 0)
         if pool is not None and pool.state is PoolState.AWAKE:  # one that falls asleep would never be empty
             device = Held(*tree.match(keys, count, pool.index))
@@ -90,6 +88,8 @@ class Pins:
             host = Held(*tree.match_host(tree.root, 0, keys, count))
             self._check(tree, None, tree.host, host.depth - (before.host.depth if before else 0))
         pin = Pin(tree, pool, until_ms, device, host)
+        if before is None and len(self._pins) >= PINS_MAX:
+            self._make_room()
         if pool is not None:
             tree.lock(device.run, device.depth, pool.index)
         tree.lock(host.run, host.depth, HOST)
@@ -141,6 +141,17 @@ class Pins:
         used, quota = self.blocks(tree, pool), self.quota(slots)
         if more > 0 and used + more > quota:
             raise Refusal(Why.PIN_QUOTA, used=used, pool=slots.name, more=more, quota=quota)
+
+    def _make_room(self) -> None:
+        """End a pin of which nothing is cached: anybody can make thousands of these.
+
+        Raises:
+            Refusal: there is none.
+        """
+        name = next((name for name, pin in self._pins.items() if not pin.device.depth and not pin.host.depth), None)
+        if name is None:
+            raise Refusal(Why.PINS_FULL, pins=len(self._pins))
+        self._end(self._pins.pop(name))
 
     def _end(self, pin: Pin) -> None:
         self._counters["pins_ended"] += 1

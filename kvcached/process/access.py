@@ -11,6 +11,7 @@ import fnmatch
 import grp
 import os
 import pwd
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,6 +22,8 @@ from kvcached.process.seqpacket import Credentials
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 
+#: What could be the first digits of any namespace.
+_DIGITS: Final = re.compile(r"[0-9a-f]+")
 #: Begins the name of a group.
 GROUP_SIGN: Final = "@"
 #: (uid_t) -1 and (gid_t) -1 are nobody's.
@@ -109,6 +112,7 @@ class Grants:
         own_user: the daemon's own user in words.
         read_only: it may not write the host pool in offload mode.
         is_remote: it is a key of another machine, at the TCP port.
+        all_replicas: the names of the daemon's replicas.
     """
 
     user: str
@@ -120,6 +124,7 @@ class Grants:
     own_user: str = ""
     read_only: bool = False
     is_remote: bool = False
+    all_replicas: frozenset[str] = frozenset()
 
     def check_known(self) -> None:
         """Refuse a user who has no role.
@@ -142,6 +147,8 @@ class Grants:
         """
         if not self.is_own and not self.roles & roles_for(request):
             self._refuse(roles_for(request), str(type(request).__struct_config__.tag))
+        if isinstance(request, wire.Pin | wire.Unpin) and not self.is_own and Role.OPERATE not in self.roles:
+            self._check_target(request.target)
 
     def check_engine(self, what: str) -> None:
         """Refuse a user who is no engine.
@@ -168,6 +175,23 @@ class Grants:
         """
         for label in labels:
             self._check_name("namespaces", self.namespaces, label)
+
+    def _check_target(self, name: str) -> None:
+        """Refuse a name that means, or may mean, a namespace which an engine may not use.
+
+        Raises:
+            Refused: `forbidden`. Digits of a namespace are refused, too: they may be those of any.
+        """
+        if name in self.all_replicas:
+            self.check_replica(name)
+        elif _DIGITS.fullmatch(name):
+            raise request_error(
+                ErrorCode.FORBIDDEN,
+                f"{self.user} may not name a namespace by its digits",
+                "give the name of a replica, or the label of a namespace",
+            )
+        else:
+            self.check_namespace(name)
 
     def owner_of_pools(self) -> str:
         """Whose the memory is that is kept for engines in offload mode; empty for the daemon's own user.
@@ -283,6 +307,7 @@ class Access:
         engines: who may be an engine, on which replicas and namespaces.
         names: of users by number, for messages.
         unknown: names that were left out, because this machine does not know them.
+        replicas: the names of the daemon's replicas.
     """
 
     own_uid: int = field(default_factory=os.geteuid)
@@ -291,10 +316,11 @@ class Access:
     engines: tuple[EngineUsers, ...] = ()
     names: Mapping[int, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    replicas: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, config: AccessConfig) -> Access:
-        """What a configuration says. A name that this machine does not know gives nobody a role."""
+    def of(cls, config: AccessConfig, replicas: Iterable[str] = ()) -> Access:
+        """What a configuration says of these replicas. A name that this machine does not know gives nobody a role."""
         names: dict[int, str] = {}
         unknown: list[str] = []
 
@@ -324,6 +350,7 @@ class Access:
             ),
             names,
             tuple(unknown),
+            frozenset(replicas),
         )
 
     def grants(self, credentials: Credentials, groups: Iterable[int] = ()) -> Grants:
@@ -344,6 +371,7 @@ class Access:
             namespaces=tuple(pattern for each in tables for pattern in each.namespaces),
             own_user=own_user,
             read_only=all(each.read_only for each in tables if each.namespaces),
+            all_replicas=self.replicas,
         )
 
     def of_reports(self) -> Access:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import grp
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +18,7 @@ from kvcached.config.access import AccessConfig, EngineAccess
 from kvcached.process.access import ROLES_OF_VERB, Access, Role
 from kvcached.process.seqpacket import Credentials
 from kvcached_client.errors import ErrorCode, Refused
-from kvcached_client.protocol.engine import Request, StorageControl, decode_request
+from kvcached_client.protocol.engine import Pin, Request, StorageControl, Unpin, decode_request
 from tests.access.grants import SOMEBODY, access_of, grants_of
 
 #: Each verb of the protocol with the roles that may send it. A new verb needs a line here.
@@ -134,6 +136,29 @@ def test_engine_is_on_what_it_may_use() -> None:
             grants.check_replica(refused)
         assert caught.value.code is ErrorCode.FORBIDDEN
         assert f"add '{refused}' to replicas of its [[access.engine]]" in caught.value.fix
+
+
+@pytest.mark.parametrize("verb", [partial(Pin, ttl_ms=1), Unpin], ids=["pin", "unpin"])
+def test_engine_pins_what_it_may_use_alone(verb: Callable[..., Pin | Unpin]) -> None:
+    """A pin tells what is cached, and holds memory: another replica, label or root is not named, whatever it is called.
+
+    Who operates the daemon, and its own user, pin everywhere.
+    """
+    engine = EngineAccess(users=(str(SOMEBODY),), replicas=("llama-*",), namespaces=("tiny", "a*", "qwen"))
+    config = AccessConfig(engine=(engine,))
+    access = Access.of(config, ["llama-3", "qwen"])
+    grants = access.grants(Credentials(1, SOMEBODY, 1))
+    targets = ("llama-3", "tiny", "qwen", "other", "llama-4", "a1b2c3d4", "abcd")
+    requests = {target: verb(id=1, target=target) for target in targets}
+    for allowed in ("llama-3", "tiny"):
+        grants.check(requests[allowed])
+    for refused in ("qwen", "other", "llama-4", "a1b2c3d4", "abcd"):
+        with pytest.raises(Refused) as caught:
+            grants.check(requests[refused])
+        assert caught.value.code is ErrorCode.FORBIDDEN
+    everywhere = [access.grants(Credentials(1, os.geteuid(), 1)), replace(grants, roles=frozenset(Role))]
+    for request, who in product(requests.values(), everywhere):
+        who.check(request)
 
 
 def test_every_label_of_a_namespace_must_be_allowed() -> None:

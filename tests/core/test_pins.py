@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from kvcached.core import pins
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import MembersDied, PoolRestored, Ticked, WorkerDied
 from kvcached.core.pins import Pins
+from kvcached.core.refusals import Refusal
 from kvcached.core.slots.states import SlotState
 from tests.core.engine import BLOCK_SIZE, Engine, healthy, keys_of, make_cache, refused
 from tests.core.host_tier import Workers, crowd_out, host_hit, stored
@@ -215,3 +217,14 @@ def test_lease_on_a_pinned_prefix_is_its_own(new_cache: MakeCache) -> None:
     assert cache.managed.match(engine.session, engine.epoch, keys_of("abcd"), 4 * BLOCK_SIZE, full=True) == (4, 0)
     unpin(cache, "ab")
     assert cache.pools["a"].protected == 0
+
+
+def test_pins_of_nothing_take_nobodys_place(new_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are as many as may be, a pin of which nothing is cached gives way; those that keep blocks do not."""
+    monkeypatch.setattr(pins, "PINS_MAX", 2)
+    cache = new_cache()
+    Engine(cache).store("abcd")
+    assert [pin(cache, name) for name in ("x", "y", "a", "ab")] == [(0, 0), (0, 0), (1, 0), (2, 0)]
+    with pytest.raises(Refusal, match="PINS_FULL"):
+        pin(cache, "ax")
+    assert (unpin(cache, "x"), unpin(cache, "ab")) == (False, True)
