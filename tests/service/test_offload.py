@@ -71,6 +71,21 @@ def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.M
     office.attach(FakePeer(1))
 
 
+@pytest.mark.parametrize(("cheap", "is_served"), [(1 << 20, True), (0, False)], ids=["small pool", "large pool"])
+def test_hello_refuses_blocks_that_cost_the_daemon_more_than_the_pool(
+    monkeypatch: pytest.MonkeyPatch, *, cheap: int, is_served: bool
+) -> None:
+    """Each block costs the daemon memory and time: a pool of many GiB is not divided into blocks of a few bytes."""
+    monkeypatch.setattr("kvcached.service.offload.admission._CHEAP_SLOTS", cheap)
+    office = OffloadOffice()
+    hello = office.hello_offload(FakePeer(1), block_bytes=1024, shards=1)
+    if is_served:
+        office.expect(wire.WelcomeOffload, hello)
+    else:
+        refused = office.expect(wire.ErrorReply, hello)
+        assert (refused.code, "larger blocks" in refused.fix) == (ErrorCode.WRONG_LAYOUT, True)
+
+
 def test_hello_needs_a_living_process(office: OffloadOffice) -> None:
     """A member token of a dead process opens nothing."""
     process = FakePeer(1)

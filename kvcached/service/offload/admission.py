@@ -32,6 +32,10 @@ from kvcached_client.types import SessionId, ShardIndex, Verify
 
 #: A namespace in use cannot be forgotten. One process may hold this part of all there may be, and one at least.
 PROCESS_NAMESPACES_DIVISOR: Final = 2
+#: The daemon keeps a byte for each slot of each namespace, whether it is used or not. So one namespace has a slot for
+#: each 4 KiB of the host pool at most, or as many as are cheap; blocks of real models are larger.
+_SLOT_BYTES_MIN: Final = 4096
+_CHEAP_SLOTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +263,11 @@ def _space(request: wire.HelloOffload, share: HostShare) -> NamespaceSpec:
     """The namespace that an engine declares."""
     parts = host_parts(request.shards, replicated=request.replicated)
     per_slab = slots_per_slab(share.slab_bytes, request.block_bytes, parts)
-    if per_slab * share.slabs > SLOTS_MAX:
+    most = min(SLOTS_MAX, max(_CHEAP_SLOTS, share.slabs * share.slab_bytes // _SLOT_BYTES_MIN))
+    if per_slab * share.slabs > most:
         raise request_error(
             ErrorCode.WRONG_LAYOUT,
-            f"the host pool has room for {per_slab * share.slabs} such blocks, {SLOTS_MAX} are possible",
+            f"the host pool has room for {per_slab * share.slabs} such blocks, {most} are possible",
             "use larger blocks, or a smaller host pool",
         )
     if request.canonical is not None and not request.canonical.divides(request.block_bytes, parts):
