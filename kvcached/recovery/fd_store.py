@@ -60,13 +60,16 @@ _LAST_RESORT: Final = "/dev/shm"  # noqa: S108 - the directory that is made in i
 _CREDENTIALS: Final = struct.Struct("iII")
 
 _log: Final = logging.getLogger(__name__)
+#: The manager's address while it takes no messages.
+_deaf: Final[set[str]] = set()
 
 
 def notify(state: str, descriptors: tuple[int, ...] = (), *, wait_s: float = WAIT_S) -> bool:
     """Send `state` and descriptors to the service manager, within `wait_s`. Does nothing without a manager.
 
     If the manager cannot be reached, that is logged and the daemon continues: the manager decides what a missing
-    message means.
+    message means. One that takes no message in time is not waited for again before it takes one: a pool of many parts
+    would keep the daemon from everything else for minutes.
 
     Returns:
         Whether the message was sent. The manager does not acknowledge it.
@@ -78,10 +81,13 @@ def notify(state: str, descriptors: tuple[int, ...] = (), *, wait_s: float = WAI
         address = "\0" + address[1:]
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.settimeout(wait_s)
+        sender.settimeout(0 if address in _deaf else wait_s)
         try:
             sender.sendmsg([state.encode()], ancillary, 0, address)
+            _deaf.discard(address)
         except OSError as error:
+            if isinstance(error, TimeoutError):
+                _deaf.add(address)
             _log.warning("%s not sent to %s: %s", state.replace("\n", " "), NOTIFY_VARIABLE, error)
             return False
     return True

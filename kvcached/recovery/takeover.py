@@ -100,8 +100,7 @@ async def inherit(
         parts: closes the descriptors.
 
     Raises:
-        OSError: a new pool cannot be made.
-        DeviceError: the same, on a CUDA device.
+        OSError, DeviceError: a new pool cannot be made.
     """
     found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
     kept = found.pop(HOST_MEMORY_NAME, [])
@@ -110,9 +109,10 @@ async def inherit(
         if memory is None or descriptor != memory.descriptor:
             os.close(descriptor)
     is_kept = memory is not None
+    if not is_kept:
+        remove(HOST_MEMORY_NAME)
     if memory is None and host is not None:
         memory = create_host_memory(host.slabs, host.slab_bytes)
-        remove(HOST_MEMORY_NAME)
         if store(HOST_MEMORY_NAME, memory.descriptor):
             _log.info("the service manager keeps the host pool: it outlives the daemon")
     if memory is not None:
@@ -129,12 +129,12 @@ async def inherit(
     served = served_devices(replicas, ledger)
     pools, lost = await device_pools(awake, kept_devices, served)
     devices = {
-        name: PoolMemory(
-            each, pools.get(name), served.get(name, ()), lost.get(name), has_served=name in served or name in lost
+        each.name: PoolMemory(
+            each, pools.get(each.name), served.get(each.name, ()), lost.get(each.name),
+            has_served=each.name in served or each.name in lost,
         )
         for each in replicas
-        for name in (each.name,)
-    }
+    }  # fmt: skip
     for device in devices.values():
         parts.callback(device.close)
     return Inheritance(ledger, memory, is_kept, devices)

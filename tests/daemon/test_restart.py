@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvcached_client.offload import new_instance
 from kvcached_client.protocol.engine import HostStats
 from tests.daemon.offload_process import Scheduler, ShardMemory
 from tests.daemon.supervised import Supervised, supervised
-from tests.daemon.test_host_tier import host_memory
+from tests.daemon.test_host_tier import HOST_CONFIG, PATIENT_CONFIG, host_memory
 from tests.daemon.test_offload import (
     PAGE_BYTES,
     SHARDS,
@@ -229,6 +230,42 @@ def test_dead_engine_is_not_waited_for(daemon: Supervised, processes: Processes)
     daemon.await_ready()
 
     assert nothing_held(host_of(daemon))
+
+
+def kept_bytes(daemon: Supervised) -> int:
+    """Of host pools that the supervisor keeps."""
+    files = [Path(entry) for entry in Path(f"/proc/{daemon.process.pid}/fd").iterdir()]
+    return sum(file.stat().st_size for file in files if "kvcached-host" in str(file.readlink()))
+
+
+def test_host_pool_that_is_no_longer_configured_is_given_back(tmp_path: Path) -> None:
+    """Its memory is free after the restart: the supervisor keeps it no longer."""
+    with supervised(tmp_path, HOST_CONFIG) as daemon:
+        assert kept_bytes(daemon)
+        (tmp_path / "kvcached.toml").write_text(PATIENT_CONFIG)
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.await_ready()
+        end_s = time.monotonic() + 10
+        while kept_bytes(daemon):
+            assert time.monotonic() < end_s
+
+
+@pytest.mark.parametrize("slabs", [SLABS // 2, 2 * SLABS], ids=["larger slabs", "smaller slabs"])
+def test_other_slabs_of_the_same_memory_start_empty(tmp_path: Path, slabs: int) -> None:
+    """The blocks of each namespace are numbered by slabs: with others, no block would be where it was."""
+    text = config()
+    with supervised(tmp_path, text) as daemon:
+        engine = Engine(daemon.run_dir)
+        engine.store("a", 5)
+        other = f"slab_bytes = {SLABS * SLAB_BYTES // slabs}"
+        (tmp_path / "kvcached.toml").write_text(text.replace(f"slab_bytes = {SLAB_BYTES}", other))
+        daemon.kill_and_wait()
+        engine.connect()
+        assert (engine.scheduler.hit("a", 5), "or of other slabs" in daemon.log) == (0, True)
+        engine.join()
+        engine.store("b", 5)
+        assert engine.load("b", 5) == 5
+        engine.close()
 
 
 def test_another_pool_size_starts_empty(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.recovery import fd_store as descriptor_store
-from kvcached.recovery.fd_store import VARIABLES, remove, store, take_stored
+from kvcached.recovery.fd_store import VARIABLES, WAIT_S, remove, store, take_stored
 
 
 @pytest.fixture
@@ -126,6 +126,33 @@ def test_manager_is_asked_to_keep_and_to_drop(
         os.close(kept)
         data, none, _, _ = socket.recv_fds(manager, 1000, 4)
         assert (set(data.split(b"\n")), none) == ({b"FDSTOREREMOVE=1", b"FDNAME=host-pool"}, [])
+
+
+def test_manager_that_takes_nothing_is_waited_for_once(
+    memfd: Callable[[bytes], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped manager costs the daemon one wait, not one for each part of a pool; when it goes on it keeps all."""
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    waits: list[float] = []
+
+    class Sender(socket.socket):
+        def settimeout(self, value: float | None) -> None:
+            waits.append(value or 0)
+            super().settimeout(0.05 if value else 0)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setattr("kvcached.recovery.fd_store.socket.socket", Sender)
+        sent = 0
+        while store(f"part-{sent}", memfd(b"")):
+            sent += 1
+        del waits[:]
+        assert not any(store(f"more-{number}", memfd(b"")) for number in range(64))
+        assert waits == [0] * 64
+        for _ in range(sent):
+            manager.recv(1000)
+        assert (store("again", memfd(b"")), store("and again", memfd(b""))) == (True, True)
+        assert waits[-1] == WAIT_S
 
 
 def test_without_a_manager_nothing_is_kept(memfd: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch) -> None:
