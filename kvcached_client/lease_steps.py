@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached_client.blocks.block_table import SlotRanges
-from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, Stale, bad_value, request_error
+from kvcached_client.errors import (
+    DaemonUnreachable,
+    ErrorCode,
+    KvcachedError,
+    RequestError,
+    Stale,
+    bad_value,
+    request_error,
+)
 from kvcached_client.failpoints import failpoint
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import (
@@ -250,8 +258,8 @@ class LeaseSteps:
     def _wait_for_loads(self, deadline_ns: int) -> Steps[None]:
         yield from self._settle(deadline_ns)
         request = self._unsettled_load or Load(id=self._channel.next_id(), epoch=self._channel.epoch, lease=self.id)
+        self._unsettled_load = request  # from before it is sent, as in `_send`; it may be repeated even if it was not
         self._channel.send(request, deadline_ns=deadline_ns)
-        self._unsettled_load = request
         yield request
         try:
             loaded, frames = self._channel.receive(request, Loaded)
@@ -333,6 +341,15 @@ class LeaseSteps:
         if isinstance(error, Stale) or error.code in _NOT_OURS:
             self._is_held = False
 
+    def _send(self, request: Allocate | Commit | Release, frames: tuple[bytes, ...], deadline_ns: int | None) -> None:
+        """Send a request, which is unsettled from before it is sent: an interrupt may come right behind the sending."""
+        before, self._unsettled = self._unsettled, (request, frames)
+        try:
+            self._channel.send(request, frames, deadline_ns=deadline_ns)
+        except KvcachedError:  # nothing was sent
+            self._unsettled = before
+            raise
+
     def _perform(
         self,
         request: Allocate | Commit | Release,
@@ -342,8 +359,7 @@ class LeaseSteps:
     ) -> Steps[None]:
         """Send a request and apply its reply."""
         try:
-            self._channel.send(request, frames, deadline_ns=deadline_ns)
-            self._unsettled = (request, frames)
+            self._send(request, frames, deadline_ns)
             failpoint("client.sent")
             yield request
             reply, reply_frames = self._channel.receive(request, _REPLY_TO[type(request)])

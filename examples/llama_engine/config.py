@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvcached_client.blocks.layout import DType, Layout, layout_from_model_config
+from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot, model_files
 from kvcached_client.keys import namespace_root
 
 #: A tensor whose first dimension is 2 reads as K and V to the SDK.
@@ -150,11 +151,12 @@ def read_config(model_dir: Path) -> LlamaConfig:
 def keyspace(config: LlamaConfig, settings: EngineSettings, layout: Layout) -> bytes:
     """32 bytes for all that makes K and V of the same tokens the same, and that keys do not tell.
 
-    Of a checkpoint that is what its files are called, how large they are and when they were written: reading them would
-    take long. Whoever copies a checkpoint without its times gets a cold cache, not a wrong one.
+    Of a checkpoint that is every byte of its weight files: two fine-tunes of a model may agree in all else.
+
+    Raises:
+        ModelError: a weight file cannot be read.
     """
-    files = [(path.name, path.stat()) for path in sorted(settings.model_dir.glob("*.safetensors"))]
-    checkpoint = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    checkpoint = _weight_digests(settings.model_dir)
     return namespace_root(
         model=hashlib.blake2b(msgspec.json.encode(config)).hexdigest(),
         revision=hashlib.blake2b(msgspec.json.encode(checkpoint or settings.seed)).hexdigest(),
@@ -164,3 +166,13 @@ def keyspace(config: LlamaConfig, settings: EngineSettings, layout: Layout) -> b
         algorithm="blake3",
         generation=0,
     )
+
+
+def _weight_digests(model_dir: Path) -> list[tuple[str, str]]:
+    """Name and digest of each weight file. A file that has not changed since an earlier start is not read again."""
+    files = [file for file in model_files(str(model_dir), None, None, find_snapshot) if file.is_weights]
+    try:
+        digests = WeightReader(default_notes_folder()).digests(files)
+    except OSError as error:
+        raise ModelError(f"the weight files of {model_dir} cannot be read: {error}") from error
+    return [(file.name, digest) for file, digest in zip(files, digests, strict=True)]

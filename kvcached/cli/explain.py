@@ -19,6 +19,7 @@ from kvcached.cli.options import (
     read_prompt,
     run_dir_option,
 )
+from kvcached.log import escaped
 from kvcached_client.types import MissReason
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def advice(verdict: Verdict) -> str:
 
 def _place(verdict: Verdict) -> str:
     explanation = verdict.explanation
-    name = f"replica {explanation.replica}" if explanation.replica else explanation.label
+    name = f"replica {explanation.replica}" if explanation.replica else escaped(explanation.label)
     return f"{name}, namespace {explanation.namespace}"
 
 

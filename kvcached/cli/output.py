@@ -164,7 +164,7 @@ def print_block(report: InspectReport) -> None:
         if lines:
             click.echo(f"\n{title}")
         for line in lines:
-            click.echo(f"  {line}")
+            click.echo(f"  {escaped(line)}")
 
 
 def print_capacity(room: Capacity) -> None:

@@ -65,6 +65,7 @@ class ProgressPage:
         with contextlib.ExitStack() as made:
             writable = sealed_memfd(name, PAGE_SIZE_BYTES)
             made.callback(os.close, writable)
+            os.fchmod(writable, 0o600)  # or any user's process could open the readable one again, to write
             readable = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
             made.callback(os.close, readable)
             events = []

@@ -6,7 +6,7 @@ Labels are names of the configuration, of the protocol and of namespaces, of whi
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -202,21 +202,36 @@ def _host_pool(snapshot: Snapshot) -> Iterator[Metric]:
     yield each("host_sessions", "Sessions of engines in offload mode.", "sessions")
     yield each("host_leases", "Requests of engines in offload mode that hold blocks.", "leases")
     yield each("host_asked_blocks", "Blocks of prompts that the estimates are of, the latest ones.", "asked_blocks")
-    yield _gauge(
-        "host_hit_ratio_estimate",
-        "Part of these blocks that a host pool of `size` times the size would hit.",
-        [((*_names(host), f"{each.size_ratio:g}"), each.hit_ratio) for host in hosts for each in host.hit_estimates],
-        (*labels, "size"),
-    )
-    tenants = [((*_names(host), tenant.tenant), tenant) for host in hosts for tenant in host.tenants]
+    yield _hit_ratio_estimates(hosts)
+    yield from _tenants(hosts)
+    yield each("host_generation", "Generation of a namespace; it changes when the namespace is cleared.", "generation")
+
+
+def _hit_ratio_estimates(hosts: Iterable[HostStats]) -> Metric:
+    """Of namespaces whose labels are alike, the ratio is of the blocks of all of them."""
+    hit: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    asked: Counter[tuple[str, ...]] = Counter()
+    for host in hosts:
+        for each in host.hit_estimates:
+            values = (*_names(host), f"{each.size_ratio:g}")
+            hit[values] += each.hit_ratio * host.asked_blocks
+            asked[values] += host.asked_blocks
+    meaning = "Part of these blocks that a host pool of `size` times the size would hit."
+    ratios = [(values, hit[values] / (count or 1)) for values, count in asked.items()]
+    return _gauge("host_hit_ratio_estimate", meaning, ratios, ("namespace", "name", "size"))
+
+
+def _tenants(hosts: Iterable[HostStats]) -> Iterator[Metric]:
     for name, meaning, field in (
         ("blocks", "Blocks of a tenant with a quota in the host pool.", "blocks"),
         ("floor_blocks", "Blocks that such a tenant does not lose to others.", "floor_blocks"),
         ("cap_blocks", "Blocks that such a tenant has at most.", "cap_blocks"),
     ):
-        numbers = [(values, float(getattr(tenant, field))) for values, tenant in tenants]
-        yield _gauge(f"host_tenant_{name}", meaning, numbers, (*labels, "tenant"))
-    yield each("host_generation", "Generation of a namespace; it changes when the namespace is cleared.", "generation")
+        numbers: Counter[tuple[str, ...]] = Counter()
+        for host in hosts:
+            for tenant in host.tenants:
+                numbers[*_names(host), tenant.tenant] += getattr(tenant, field)
+        yield _gauge(f"host_tenant_{name}", meaning, numbers.items(), ("namespace", "name", "tenant"))
 
 
 def _names(host: HostStats) -> tuple[str, str]:

@@ -32,6 +32,8 @@ _RECEIVE_BYTES: Final = 4096
 #: From a whole request until its answer is in the hands of the kernel: a health check takes 3 s at most.
 ANSWER_S_MAX: Final = 10.0
 #: A peer that has its answer closes its end. What it sends meanwhile is read, or the kernel would take the answer back.
+#: It is not served any more, so it takes no place from others; of more of these, the oldest ones are closed.
+LINGERING_MAX: Final = 16
 _LINGER_S_MAX: Final = 1.0
 _LINGER_BYTES_MAX: Final = 256 * 1024
 #: More connections in a second are a mistake in some loop: few are accepted then, see `Connections.note_fault`.
@@ -91,6 +93,7 @@ class HttpServer:
         limits = ConnectionLimits.within(CONNECTIONS_MAX, _DESCRIPTORS_SHARE)
         limits = limits._replace(per_process=limits.connections, half_open=min(CONNECTIONS_MAX, limits.half_open))
         self._connections: Connections[_Connection] = Connections("http", limits, self._drop, access.of_reports())
+        self._lingering: dict[_Connection, None] = {}  #: those that have their answer, the oldest first
         self._listener: Listener[_Connection] | None = None
         self._second = 0
         self._accepted = 0
@@ -112,7 +115,7 @@ class HttpServer:
             return
         self._listener.close()
         self._listener = None
-        for connection in list(self._connections):
+        for connection in [*self._connections, *self._lingering]:
             self._drop(connection)
 
     def _accept(self, accepted: socket.socket) -> None:
@@ -135,12 +138,16 @@ class HttpServer:
             self._connections.note_fault("many", words, {"most": ACCEPTED_PER_S_MAX})
 
     def _drop(self, connection: _Connection) -> None:
-        self._connections.close(connection)
+        self._forget(connection)
         if connection.task is not None:
             connection.task.cancel()
 
-    def _ended(self, connection: _Connection, task: asyncio.Task[None]) -> None:
+    def _forget(self, connection: _Connection) -> None:
         self._connections.close(connection)
+        self._lingering.pop(connection, None)
+
+    def _ended(self, connection: _Connection, task: asyncio.Task[None]) -> None:
+        self._forget(connection)
         connection.socket.close()
         if not task.cancelled() and (error := task.exception()) is not None and not _is_peers(error):
             _log.error("http: internal error", exc_info=error)
@@ -154,6 +161,7 @@ class HttpServer:
                 await self._answer(connection, asked)
             else:
                 await self._answer(connection, await self._page(asked), has_body=asked.method != b"HEAD")
+        await self._linger(connection)
 
     async def _receive(self, connection: _Connection) -> h11.Request | Page | None:
         """The request, or the page that says why it is refused; None where the peer has closed its end."""
@@ -187,8 +195,8 @@ class HttpServer:
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the daemon failed to make this page; see its log")
 
     async def _answer(self, connection: _Connection, page: Page, *, has_body: bool = True) -> None:
-        """Send a page, and wait a moment until the peer has closed its end."""
-        parser, loop = connection.parser, self._loop
+        """Send a page, and close this end."""
+        parser = connection.parser
         headers = [
             ("content-type", page.content_type),
             ("content-length", str(len(page.body))),
@@ -199,11 +207,18 @@ class HttpServer:
         if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append(("allow", "GET, HEAD"))
         head = parser.send(h11.Response(status_code=page.status, headers=headers, reason=page.status.phrase))
-        await loop.sock_sendall(connection.socket, (head or b"") + (page.body if has_body else b""))
+        await self._loop.sock_sendall(connection.socket, (head or b"") + (page.body if has_body else b""))
         connection.socket.shutdown(socket.SHUT_WR)
+
+    async def _linger(self, connection: _Connection) -> None:
+        """Give the place to others, and wait a moment until the peer has closed its end."""
+        self._connections.close(connection)
+        self._lingering[connection] = None
+        if len(self._lingering) > LINGERING_MAX:
+            self._drop(next(iter(self._lingering)))
         left_bytes = _LINGER_BYTES_MAX
         async with asyncio.timeout(_LINGER_S_MAX):
-            while left_bytes > 0 and (data := await loop.sock_recv(connection.socket, _RECEIVE_BYTES)):
+            while left_bytes > 0 and (data := await self._loop.sock_recv(connection.socket, _RECEIVE_BYTES)):
                 left_bytes -= len(data)
 
 

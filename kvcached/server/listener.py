@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -14,6 +15,7 @@ from kvcached.process.file_access import CONNECT, let_in
 from kvcached.process.seqpacket import SocketFile, listen
 from kvcached.server.connections import C, Connections
 
+_SO_PASSRIGHTS: Final = 83
 #: Connections accepted before others get a turn.
 ACCEPTS_PER_TURN_MAX: Final = 4
 #: Without free descriptors a connection can be neither accepted nor refused, and the listener stays readable.
@@ -55,6 +57,7 @@ class Listener(Generic[C]):
         self._file: SocketFile | None = None
         if isinstance(place, str):
             self._socket = listen(place, _BACKLOG, kind)
+            _refuse_descriptors(self._socket)
             let_in(place, connections.access.others(), CONNECT)
             self._file = SocketFile.at(place)
         else:
@@ -99,6 +102,16 @@ class Listener(Generic[C]):
             self._accepted(accepted)
         if self._connections.take_fault():
             self._pause(FAULT_PAUSE_S)
+
+
+def _refuse_descriptors(listener: socket.socket) -> None:
+    """Have the kernel refuse descriptors that peers send; connections have this of their listener.
+
+    Closing a peer's file may take as long as the peer likes: a socket lingers, a file system of its own hangs. Kernels
+    before Linux 6.16 have no such option.
+    """
+    with contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 def _listen_at(host: str, port: int) -> socket.socket:

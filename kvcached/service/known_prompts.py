@@ -7,6 +7,7 @@ that is forgotten costs a round trip, and one that is remembered can be evicted 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 from kvcached_client.errors import ErrorCode, request_error
@@ -15,6 +16,8 @@ from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Keys of one session: 128 conversations of 128 Ki tokens, in blocks of 16.
 KNOWN_BYTES_MAX: Final = 16 << 20
+#: Keys of all sessions together; each has an equal part. Sessions cost their user nothing else.
+_ALL_KNOWN_BYTES_MAX: Final = 128 << 20
 
 
 class KnownPrompts:
@@ -22,12 +25,14 @@ class KnownPrompts:
 
     Args:
         blocks_min: shorter prompts are not remembered.
+        sessions: how many sessions there are.
 
     Attributes:
         size_bytes: of all keys that are remembered.
     """
 
-    def __init__(self, blocks_min: int = KNOWN_BLOCKS_MIN) -> None:
+    def __init__(self, blocks_min: int = KNOWN_BLOCKS_MIN, sessions: Callable[[], int] = lambda: 1) -> None:
+        self._sessions = sessions
         self._bytes_min = blocks_min * KEY_SIZE_BYTES
         #: Keys by the last of them, which stands for all; what was used last comes last.
         self._keys: OrderedDict[bytes, bytes] = OrderedDict()
@@ -72,5 +77,6 @@ class KnownPrompts:
             self.size_bytes -= len(self._keys.pop(last))
         self._keys[last] = keys
         self.size_bytes += len(keys)
-        while self.size_bytes > KNOWN_BYTES_MAX:
+        most = min(KNOWN_BYTES_MAX, _ALL_KNOWN_BYTES_MAX // max(self._sessions(), 1))
+        while self.size_bytes > most:
             self.size_bytes -= len(self._keys.popitem(last=False)[1])

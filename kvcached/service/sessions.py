@@ -212,7 +212,7 @@ class EngineGroups:
 
     def _new(self, session: SessionId, connection: bytes, scheduler: Peer, members: list[Peer]) -> EngineGroup:
         token, answers = secrets.token_bytes(TOKEN_SIZE_BYTES), KeptAnswers(self._answers_kept)
-        prompts = KnownPrompts(self._known_blocks_min)
+        prompts = KnownPrompts(self._known_blocks_min, lambda: len(self._by_session))
         group = EngineGroup(session, token, connection, scheduler, answers, prompts, members)
         self._by_session[session] = group
         self.version += 1

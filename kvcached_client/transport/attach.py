@@ -43,7 +43,13 @@ from kvcached_client.protocol.attach import (
     encode_attach,
 )
 from kvcached_client.protocol.fields import Id, Secret, decode
-from kvcached_client.transport.listener import check_trusted, unreachable
+from kvcached_client.transport.listener import (
+    check_deadline,
+    check_trusted,
+    local_socket,
+    no_descriptor,
+    unreachable,
+)
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, socket_path
 
 A = TypeVar("A", Identified, Joined, JoinedHost, ClaimedPool)
@@ -142,10 +148,12 @@ def identify(
     """Prove to the daemon which process this is.
 
     Raises:
-        DaemonUnreachable: nothing listens in `run_dir`, or it closed the connection.
+        DaemonUnreachable: nothing listens in `run_dir`, it closed the connection, or this process has no descriptor
+            left.
         DeadlineExceeded: no reply came within `deadline_ms`.
         Refused: anybody may have put the socket there.
         RequestError: the daemon refused.
+        ValueError: `deadline_ms` is less than 1.
     """
     connection, reply, _ = _ask(run_dir, Identify(client=client), Identified, 0, deadline_ms)
     return connection, reply
@@ -155,7 +163,7 @@ def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
     """Ask for the memory of one shard of a session's pool.
 
     Raises:
-        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+        DaemonUnreachable, DeadlineExceeded, RequestError, ValueError: as `identify`.
     """
     question = Join(session=grant.id, token=grant.token, shard=shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, Joined, JOINED_DESCRIPTORS, deadline_ms)
@@ -178,7 +186,7 @@ def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHos
     By joining, a process declares that it has finished all copies as the same shard of an earlier session.
 
     Raises:
-        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+        DaemonUnreachable, DeadlineExceeded, RequestError, ValueError: as `identify`.
     """
     question = Join(session=grant.id, token=grant.token, shard=shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, JoinedHost, 1, deadline_ms)
@@ -202,7 +210,7 @@ def claim_pool(run_dir: str | os.PathLike[str], question: ClaimPool, *, deadline
     """Ask for device memory of an engine that the daemon keeps.
 
     Raises:
-        DaemonUnreachable, DeadlineExceeded, RequestError: as `identify`.
+        DaemonUnreachable, DeadlineExceeded, RequestError, ValueError: as `identify`.
     """
     count = 1 if question.rank is None else 2
     connection, reply, descriptors = _ask(run_dir, question, ClaimedPool, count, deadline_ms)
@@ -214,9 +222,10 @@ def _ask(
     run_dir: str | os.PathLike[str], question: Attach, expected: type[A], descriptor_count: int, deadline_ms: int
 ) -> tuple[AttachConnection, A, list[int]]:
     """Send a question on a new connection; the connection, the expected reply, and that many descriptors."""
+    check_deadline(deadline_ms)
     deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
     path = socket_path(run_dir, ATTACH_SOCKET_NAME)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = local_socket(path, socket.SOCK_SEQPACKET)
     try:
         # With Python's own timeout, a full queue of connections would fail at once; so the kernel waits.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(deadline_ms * 1000, 10**6)))
@@ -247,6 +256,8 @@ def _send(connection: socket.socket, question: Attach) -> None:
     own = _own_pidfd()
     try:
         socket.send_fds(connection, [encode_attach(question)], own)
+    except PermissionError:  # the daemon takes no descriptors: its kernel, which is ours, tells it who we are
+        connection.send(encode_attach(question))
     finally:
         for descriptor in own:
             os.close(descriptor)
@@ -270,15 +281,17 @@ def _receive(connection: socket.socket, path: str) -> tuple[AttachReply, list[in
             received.frombytes(content[: len(content) // received.itemsize * received.itemsize])
     descriptors = list(received)
     try:
-        return _read(data, flags, path), descriptors
+        return _read(data, flags, path, len(descriptors)), descriptors
     except BaseException:
         close_all(descriptors)
         raise
 
 
-def _read(data: bytes, flags: int, path: str) -> AttachReply:
+def _read(data: bytes, flags: int, path: str, descriptor_count: int) -> AttachReply:
     if not data:
         raise DaemonUnreachable(f"{path}: the daemon closed the connection without a reply")
+    if flags & socket.MSG_CTRUNC and descriptor_count < _DESCRIPTORS_MAX:
+        raise no_descriptor(path, "the daemon's descriptors did not all arrive")
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise bad_reply("the attach reply is larger than allowed", ErrorCode.OVERSIZE)
     reply = decode_attach_reply(data)

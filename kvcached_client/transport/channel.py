@@ -18,7 +18,7 @@ from kvcached_client.protocol.engine import Header, Request, raise_for_error
 from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.transport.calls import PendingCalls
 from kvcached_client.transport.connection import Connection
-from kvcached_client.transport.listener import silent
+from kvcached_client.transport.listener import check_deadline, silent
 from kvcached_client.transport.wording import about_argument
 from kvcached_client.types import RequestId
 
@@ -47,7 +47,9 @@ class Channel:
         Raises:
             DaemonUnreachable: nothing listens at `endpoint`, or nobody takes the connection in time.
             Refused: another user's daemon does.
+            ValueError: `deadline_ms` is less than 1.
         """
+        check_deadline(deadline_ms)
         self.endpoint = endpoint if isinstance(endpoint, str) else endpoint.endpoint
         self.is_closed = False
         self.is_gone = False  #: the daemon closed a connection; this channel is unusable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import resource
 import socket
 import stat
 import struct
@@ -29,10 +30,10 @@ def find_listener(path: str) -> Listener | None:
     """The listener at `path`; None if its queue of connections is full.
 
     Raises:
-        DaemonUnreachable: nobody listens.
+        DaemonUnreachable: nobody listens, or this process has no descriptor left.
         Refused: this user may not connect.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+    with local_socket(path, socket.SOCK_STREAM) as trial:
         trial.settimeout(0)
         try:
             trial.connect(path)
@@ -52,6 +53,36 @@ def listener_of(connection: socket.socket) -> Listener:
     return Listener(pid, user)
 
 
+def check_deadline(deadline_ms: int) -> None:
+    """Refuse a deadline that has passed before anything is sent.
+
+    Raises:
+        ValueError: it is less than 1 ms.
+    """
+    if deadline_ms < 1:
+        raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
+
+
+def local_socket(path: str, kind: socket.SocketKind) -> socket.socket:
+    """A new socket for a connection to `path`.
+
+    Raises:
+        DaemonUnreachable: the kernel gives this process none.
+    """
+    try:
+        return socket.socket(socket.AF_UNIX, kind)
+    except OSError as error:
+        raise no_descriptor(path, str(error.strerror)) from error
+
+
+def no_descriptor(path: str, why: str) -> DaemonUnreachable:
+    """The exception for a daemon that this process cannot reach because it has too many files open."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return DaemonUnreachable(
+        f"{path}: {why}: this process may have {most} files open; close some, or raise the limit (ulimit -n)"
+    )
+
+
 def unreachable(path: str, error: OSError) -> DaemonUnreachable:
     """The exception for an error of a socket that connects to `path`."""
     if isinstance(error, FileNotFoundError):
@@ -63,10 +94,10 @@ def connect(path: str, *, deadline_ms: int) -> socket.socket:
     """A connection to a daemon, which does not block. Whether it serves this user is the daemon's decision.
 
     Raises:
-        DaemonUnreachable: nobody listens, or nobody takes the connection in time.
+        DaemonUnreachable: nobody listens, nobody takes the connection in time, or this process has no descriptor left.
         Refused: see `check_trusted`; or this user may not reach the socket.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = local_socket(path, socket.SOCK_STREAM)
     try:
         # With Python's own timeout, a full queue of connections would fail at once; so the kernel waits.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(deadline_ms * 1000, 10**6)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, TypeAlias, TypeVar
 
-from kvcached_client.errors import DeadlineExceeded, RequestError
+from kvcached_client.errors import DaemonUnreachable, RequestError
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.engine import (
     EVERY_SHARD,
@@ -32,8 +34,8 @@ _log: Final = logging.getLogger("kvcached_client")
 class Preparations:
     """Those of one session.
 
-    If no reply comes in time, it is unknown whether there is a copy. The next request, or `cancel_late`, finds out, and
-    cancels it.
+    If no reply comes in time, or the wait is interrupted, it is unknown whether there is a copy. The next request, or
+    `cancel_late`, finds out, and cancels it.
 
     Args:
         channel: of the scheduler.
@@ -48,15 +50,13 @@ class Preparations:
     def send(self, request: _Prepare, frames: tuple[bytes, ...] = ()) -> None:
         """Ask for a copy's slots."""
         self.cancel_late()
-        self._channel.send(request, frames)
+        with self._noting(request, frames):
+            self._channel.send(request, frames)
 
     def receive(self, request: _Prepare, frames: tuple[bytes, ...], kind: type[P]) -> tuple[P, list[bytes]]:
         """The reply to a request that was sent with these frames."""
-        try:
+        with self._noting(request, frames):
             received = self._channel.receive(request, kind)
-        except DeadlineExceeded:
-            self._unanswered.append((request, frames))
-            raise
         if not isinstance(request, PrepareLoad):
             failpoint("offload.store.prepared")
         return received
@@ -75,7 +75,7 @@ class Preparations:
         self._channel.ask(request, Settled)
 
     def cancel_late(self) -> None:
-        """Repeat requests without a reply in time, with their ids: the daemon repeats its replies."""
+        """Repeat requests whose reply was not received, with their ids: the daemon repeats its replies."""
         while self._unanswered:
             request, frames = self._unanswered[0]
             try:
@@ -85,8 +85,19 @@ class Preparations:
                 else:
                     self._cancel_late_stores(request, frames)
             except RequestError as error:
-                _log.debug("a request without a reply in time was refused: %s", error)
+                _log.debug("a request whose reply was not received was refused: %s", error)
             self._unanswered.pop(0)
+
+    @contextmanager
+    def _noting(self, request: _Prepare, frames: tuple[bytes, ...]) -> Iterator[None]:
+        """Note the request if the block inside ends without saying whether there is a copy, as Ctrl-C ends it."""
+        try:
+            yield
+        except (RequestError, DaemonUnreachable):
+            raise
+        except BaseException:
+            self._unanswered.append((request, frames))
+            raise
 
     def _cancel_late_stores(self, request: PrepareStore | PrepareStores, frames: tuple[bytes, ...]) -> None:
         if isinstance(request, PrepareStore):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvcached_client import (
+    Admin,
+    Client,
     DaemonUnreachable,
     DeadlineExceeded,
     ErrorCode,
@@ -22,6 +25,7 @@ from kvcached_client import (
     SessionGrant,
     map_pool,
 )
+from kvcached_client.offload import OffloadClient, OffloadLayout
 from kvcached_client.protocol.attach import (
     ATTACH_MESSAGE_SIZE_BYTES_MAX,
     JOINED_DESCRIPTORS,
@@ -34,6 +38,7 @@ from kvcached_client.protocol.attach import (
 from kvcached_client.transport import listener
 from kvcached_client.transport.attach import identify
 from kvcached_client.transport.listener import Listener
+from tests.client.descriptors import no_descriptor_left, take_all_descriptors
 
 Behaviour = Callable[[socket.socket, bytes, list[int]], None]
 IDENTIFIED = Identified(member=b"m" * 32, endpoint="ipc:///x", daemon_epoch=1)
@@ -129,6 +134,61 @@ def test_refusal_raises_what_the_daemon_says(listen: Callable[[Behaviour], Path]
     refusal = AttachRefused(code=ErrorCode.UNAUTHENTICATED, fault=Fault.CALLER, message="who?", fix="same user")
     with pytest.raises(Refused, match="who"):
         identify(listen(lambda peer, *_: peer.send(encode_attach(refusal)) and None), deadline_ms=5000)
+
+
+def test_process_without_a_descriptor_is_told_its_limit(run_dir: Path) -> None:
+    """A process that can open no socket cannot reach the daemon: the error says so, and how many files it may open."""
+    with (
+        no_descriptor_left(),
+        pytest.raises(DaemonUnreachable, match=r"Too many open files: .* \d+ files open"),
+    ):
+        identify(run_dir, deadline_ms=5000)
+
+
+def test_answer_whose_descriptors_found_no_place_says_so(listen: Callable[[Behaviour], Path]) -> None:
+    """A process that has no descriptor left for what the daemon sends is told its limit, as if it had no socket."""
+
+    def behave(peer: socket.socket, *_: object) -> None:
+        memory = os.memfd_create("unasked", os.MFD_CLOEXEC)
+        take_all_descriptors()
+        socket.send_fds(peer, [encode_attach(IDENTIFIED)], [memory] * 3)  # the asker closes its pidfd: room for one
+        os.close(memory)
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with pytest.raises(DaemonUnreachable, match=r"descriptors did not all arrive: .* files open"):
+            identify(listen(behave), deadline_ms=5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("deadline_ms", [0, -5])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda run_dir, deadline_ms: identify(run_dir, deadline_ms=deadline_ms),
+        lambda run_dir, deadline_ms: Client.connect(run_dir, deadline_ms=deadline_ms),
+        lambda run_dir, deadline_ms: Admin.connect(run_dir, deadline_ms=deadline_ms),
+        lambda run_dir, deadline_ms: map_pool(
+            SessionGrant(id=3, token=bytes(32), run_dir=str(run_dir)), deadline_ms=deadline_ms
+        ),
+        lambda run_dir, deadline_ms: OffloadClient.connect(
+            run_dir,
+            engine="e",
+            instance=bytes(16),
+            keyspace=bytes(32),
+            label="m",
+            layout=OffloadLayout(block_size=16, shards=1, block_bytes=1024, fingerprint=bytes(16)),
+            deadline_ms=deadline_ms,
+        ),
+    ],
+)
+def test_deadline_that_has_passed_is_the_callers_mistake(
+    run_dir: Path, call: Callable[[Path, int], object], deadline_ms: int
+) -> None:
+    """No call blames the daemon for a deadline below 1 ms."""
+    with pytest.raises(ValueError, match=f"deadline_ms is {deadline_ms}, at least 1 is needed"):
+        call(run_dir, deadline_ms)
 
 
 def test_silent_peer_costs_the_deadline(listen: Callable[[Behaviour], Path]) -> None:

@@ -10,7 +10,11 @@ import pytest
 from kvcached_client import Client, ErrorCode
 from kvcached_client.errors import request_error
 from kvcached_client.protocol.engine import Alive, Header, Heartbeat, Request, error_reply
-from tests.client.fake_daemon import FakeDaemon
+from kvcached_client.transport import heartbeat as heartbeat_module
+from kvcached_client.transport.attach import SessionGrant
+from kvcached_client.transport.heartbeat import Heartbeat as HeartbeatThread
+from tests.client.descriptors import no_descriptor_left
+from tests.client.fake_daemon import TOKEN, FakeDaemon
 
 Connect = Callable[..., Client]
 WAIT_S = 20
@@ -37,6 +41,18 @@ def test_heartbeats_name_the_session(daemon: FakeDaemon, connect: Connect) -> No
     assert came.wait(WAIT_S)
     assert {(beat.session, beat.token) for beat in daemon.heartbeats} == {(3, b"t" * 32)}
     assert client.is_alive
+
+
+def test_heartbeats_begin_when_a_descriptor_is_free(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a process that has no descriptor left goes on trying, and sends heartbeats once there is one."""
+    tried = threading.Event()
+    monkeypatch.setattr(heartbeat_module._log, "debug", lambda *_: tried.set())
+    grant = SessionGrant(id=3, token=TOKEN, run_dir=str(daemon.run_dir))
+    with no_descriptor_left():
+        thread = HeartbeatThread(f"{daemon.run_dir}/rpc.sock", grant, epoch=1, generation=None, interval_ms=20)
+        assert tried.wait(WAIT_S)
+    assert daemon.heartbeat_came.wait(WAIT_S)
+    thread.close()
 
 
 def test_heartbeats_stop_with_the_client(daemon: FakeDaemon, connect: Connect) -> None:

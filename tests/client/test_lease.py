@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcached_client import BadRequest, Client, DaemonFailure, DeadlineExceeded, ErrorCode, NoCapacity, Refused, Stale
-from kvcached_client.errors import request_error
+from kvcached_client.errors import DaemonSilent, request_error
 from kvcached_client.protocol.engine import (
     Acquire,
     Acquired,
@@ -289,6 +290,55 @@ def test_unanswered_request_is_sent_again_with_its_id(daemon: FakeDaemon, connec
     call()
     first, second = daemon.requests[sent_before:]
     assert first == second
+
+
+@pytest.mark.parametrize("verb", ["commit", "allocate", "finish", "release"])
+def test_request_behind_which_an_interrupt_came_is_sent_again_with_its_id(
+    connect: Connect, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """An interrupt right behind the sending leaves a request to be repeated, as a passed deadline does."""
+    client = connect()
+    chain = client.chain(range(8))
+    lease = client.acquire("a", chain)
+    call: Callable[[], None] = {
+        "commit": lambda: lease.commit(8),
+        "allocate": lambda: lease.allocate(12),
+        "finish": lambda: lease.finish(8),
+        "release": lease.release,
+    }[verb]
+    sent_before, send = len(daemon.requests), client._channel.send
+
+    def interrupt(*args: Any, **options: Any) -> None:
+        send(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._channel, "send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    call()
+    client.match(chain)  # comes behind both
+    first, second, _ = daemon.requests[sent_before:]
+    assert first == second
+
+
+def test_request_that_was_not_sent_is_not_repeated(
+    connect: Connect, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call whose request could not be sent leaves nothing to be settled by the next call."""
+    client = connect()
+    lease = client.acquire("a", client.chain(range(8)))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DaemonSilent("nobody reads")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._channel, "send", refuse)
+        with pytest.raises(DaemonSilent):
+            lease.allocate(12)
+    lease.commit(8)
+    assert not daemon.of(Allocate)
+    assert len(daemon.of(Commit)) == 1
 
 
 def test_unanswered_commit_is_settled_before_the_next_one(daemon: FakeDaemon, connect: Connect) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,30 @@ def test_lease_without_loads_waits_for_nothing(daemon: FakeDaemon, connect: Conn
     lease = client.acquire("b", client.chain(PROMPT))
     assert (lease.granted, lease.is_loading, lease.loads, lease.wait_loaded()) == (False, False, (), 0)
     assert daemon.of(Load) == []
+
+
+def test_wait_behind_which_an_interrupt_came_is_sent_again_with_its_id(
+    daemon: FakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt right behind the sending of `wait_loaded` leaves a request whose reply the next call gets again."""
+    LoadingDaemon(daemon, loaded(2, (50, 2)))
+    client = connect()
+    lease = client.acquire("a", client.chain(PROMPT))
+    send = client._channel.send
+
+    def interrupt(*args: Any, **options: Any) -> None:
+        send(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._channel, "send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lease.wait_loaded()
+
+    assert lease.wait_loaded() == 8
+    lease.release()  # comes behind both
+    first, second = daemon.of(Load)
+    assert first == second
 
 
 def test_wait_loaded_ends_the_loading_once(daemon: FakeDaemon, connect: Connect) -> None:

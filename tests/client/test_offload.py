@@ -219,6 +219,32 @@ def test_copies_that_were_granted_too_late_are_called_off(
     )
 
 
+@pytest.mark.parametrize("where", ["_send", "_wait_for_reply"])
+@pytest.mark.parametrize(("verb", "prepare"), [(PrepareLoad, "load"), (PrepareStore, "store")])
+def test_copy_whose_preparation_was_interrupted_is_called_off(
+    daemon: FakeDaemon, client: OffloadClient, monkeypatch: pytest.MonkeyPatch, where: str, verb: type, prepare: str
+) -> None:
+    """After Ctrl-C in a preparation that was sent, the next call finds out what it granted, and gives that back."""
+    interrupted = getattr(client._channel, where)
+
+    def interrupt(*args: Any) -> None:
+        interrupted(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._channel, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            (prepare_load if prepare == "load" else prepare_store)(client)
+
+    client.settle()
+
+    first, again = daemon.of(verb)
+    assert first == again
+    (done,) = daemon.of(TransferDone)
+    assert isinstance(done, TransferDone)
+    assert (done.kind, done.transfer) == (prepare, 7 if prepare == "load" else 8)
+
+
 def test_settling_calls_off_what_was_granted_too_late(
     daemon: FakeDaemon, script: Script, client: OffloadClient
 ) -> None:

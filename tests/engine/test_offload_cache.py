@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -12,18 +13,20 @@ import pytest
 from examples.llama_engine import copies, daemon_link
 from examples.llama_engine.attached_cache import AttachedCache, AttachedLease
 from examples.llama_engine.block_pool import BlockPool
-from examples.llama_engine.config import AttachedSettings, EngineSettings, Limits, keyspace, read_config
+from examples.llama_engine.config import AttachedSettings, EngineSettings, Limits, ModelError, keyspace, read_config
 from examples.llama_engine.copy_pipes import CopyPipes
 from examples.llama_engine.messages import Channel, CopyOrder
 from examples.llama_engine.scheduler import Scheduler
 from examples.llama_engine.shard_group import ShardDied
 from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.layout import KvGroup, Layout
+from kvcached_client.engines.weights import WeightReader
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, ErrorCode, NoCapacity, request_error
 from kvcached_client.offload import OffloadClient
 from kvcached_client.types import TransferId
 from tests.engine.counting_runner import CountingRunner, drain, request
 from tests.engine.fake_copies import FakeOffloadClient, FakePipes
+from tests.project.source_tree import ROOT
 
 LAYOUT = Layout(
     block_size=4, shards=1, groups=(KvGroup(layers=1, kv_heads=1, head_dim=2, v_head_dim=2, dtype="float32"),)
@@ -212,27 +215,44 @@ def test_shard_that_ended_ends_every_wait_for_it(wait: bool) -> None:
         end.close()
 
 
-def test_keyspace_tells_weights_and_layout_apart(tmp_path: Path) -> None:
-    """Another seed, another number of shards and another checkpoint of the same size get a keyspace of their own."""
+def test_keyspace_tells_weights_and_layout_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another seed, another number of shards and a checkpoint with other bytes get a keyspace of their own.
+
+    A checkpoint with the same bytes gets the same one, whatever the times of its files.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = {
         "model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9,
         "num_attention_heads": 2,
     }  # fmt: skip
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(model))
-    config = read_config(tmp_path)
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_bytes(msgspec.json.encode(model))
+    config = read_config(model_dir)
 
     def root(seed: int = 0, shards: int = 1) -> bytes:
-        settings = EngineSettings(tmp_path, seed=seed, tp=shards)
+        settings = EngineSettings(model_dir, seed=seed, tp=shards)
         return keyspace(config, settings, config.layout(4, shards))
 
     random = [root(), root(seed=1), root(shards=2)]
-    checkpoint = tmp_path / "model.safetensors"
+    checkpoint = model_dir / "model.safetensors"
     checkpoint.write_bytes(b"weights")
     os.utime(checkpoint, (1, 1))
     first = root()
     os.utime(checkpoint, (2, 2))
-    assert root(seed=5) == root()
+    assert root(seed=5) == root() == first
+    checkpoint.write_bytes(b"tunings")
+    os.utime(checkpoint, (2, 2))
     assert len({*random, first, root()}) == 5
+
+
+def test_weight_file_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine does not start under a keyspace of weights that it could not read."""
+    monkeypatch.setattr(WeightReader, "digests", Mock(side_effect=OSError("Input/output error")))
+    config = read_config(ROOT / "examples/llama_engine/small-llama")
+
+    with pytest.raises(ModelError, match=r"weight files of .* cannot be read: Input/output error"):
+        keyspace(config, EngineSettings(tmp_path), config.layout(4, 1))
 
 
 def test_memory_of_no_use_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import msgspec
 import pytest
@@ -18,6 +19,8 @@ from tests.monitoring.registry import SLABS, STORAGE, exported_name, metrics_of,
 from tests.project.source_tree import ROOT
 from tests.service.office import EPOCH, SLAB_BYTES, FakePeer, Office, key_chain
 from tests.service.offload_office import BLOCK_BYTES, OffloadOffice
+
+TENANT = ("blocks", "floor_blocks", "cap_blocks")
 
 
 def value(metrics: dict[str, Metric], name: str, /, **labels: str) -> float:
@@ -176,6 +179,34 @@ def test_namespaces_of_one_name_are_one_sample(office: Office) -> None:
 
     assert value(metrics, "kvcached_host_slabs", namespace=host.namespace, name="a") == host.slabs
     assert value(metrics, "kvcached_host_slabs", namespace="0" * 16, name="") == 2 * host.slabs
+
+
+def test_no_two_samples_are_alike(office: Office) -> None:
+    """Of namespaces with the same labels, tenants' blocks are added up, and a hit ratio is that of all their blocks."""
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    snapshot = pages_of(office)._snapshot()
+    (host,) = snapshot.stats.hosts
+    cleared = [
+        msgspec.structs.replace(
+            host,
+            namespace="0" * 16,
+            replicas=(),
+            tenants=(wire.TenantStats("acme", blocks, 10, 20),),
+            asked_blocks=asked,
+            hit_estimates=(wire.HitEstimate(0.5, ratio),),
+        )
+        for blocks, asked, ratio in ((1, 300, 0.5), (2, 100, 0.9))
+    ]
+    stats = msgspec.structs.replace(snapshot.stats, hosts=(host, *cleared))
+    metrics = {family.name: family for family in families(snapshot._replace(stats=stats))}
+
+    samples = Counter((each.name, *each.labels.items()) for family in metrics.values() for each in family.samples)
+    assert samples.most_common(1)[0][1] == 1
+    labels = {"namespace": "0" * 16, "name": ""}
+    figures = [value(metrics, f"kvcached_host_tenant_{each}", **labels, tenant="acme") for each in TENANT]
+    assert figures == [3, 20, 40]
+    assert value(metrics, "kvcached_host_hit_ratio_estimate", **labels, size="0.5") == pytest.approx(0.6)
 
 
 def test_without_storage_there_are_no_samples_of_it(office: Office) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from kvcached import log
 from kvcached.process import earlier
+from kvcached.process.peer import UnseenProcess
 from kvcached.recovery import keeper_link, takeover
 from kvcached.recovery.keeper import _Keeper
 from kvcached.recovery.supervise import _Supervisor
@@ -47,6 +48,12 @@ def keeper_not_asked(patch: pytest.MonkeyPatch) -> None:
 def processes_of_other_namespaces_sought_here(patch: pytest.MonkeyPatch) -> None:
     """Slots are granted that an engine writes which this container cannot see."""
     rewrite(patch, takeover._sees_processes_of, "ledger.pid_namespace in {0, pid_namespace()}", "ledger")
+
+
+@caught_by("tests/daemon/test_keeper.py::test_replica_is_busy_while_an_engine_that_is_not_seen_may_write")
+def unseen_engine_taken_for_any_process(patch: pytest.MonkeyPatch) -> None:
+    """An engine gets the slots that another one writes, which this container cannot see."""
+    rewrite(patch, UnseenProcess.is_same_process, "other is self", "True")
 
 
 @caught_by("tests/recovery/test_earlier.py::test_holder_that_cannot_be_seen_is_not_taken_for_dead")

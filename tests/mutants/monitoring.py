@@ -46,7 +46,7 @@ def requests_without_a_limit(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/rpc/test_http.py::test_bad_request_gets_a_clear_answer")
 def answer_taken_back(patch: pytest.MonkeyPatch) -> None:
     """A connection is closed with bytes unread: the kernel drops the answer that is on its way."""
-    rewrite(patch, HttpServer._answer, "left_bytes = _LINGER_BYTES_MAX", "left_bytes = 0")
+    rewrite(patch, HttpServer._linger, "left_bytes = _LINGER_BYTES_MAX", "left_bytes = 0")
 
 
 @caught_by("tests/monitoring/test_pages.py::test_readyz_says_why_not")

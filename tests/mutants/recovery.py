@@ -11,7 +11,7 @@ from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.ranges import Ranges, subtract
 from kvcached.core.slots.slots import SlotPool
 from kvcached.process.identity import open_process
-from kvcached.recovery import scan, takeover
+from kvcached.recovery import fd_store, scan, takeover
 from kvcached.recovery.fd_store import NoticeSocket
 from kvcached.recovery.generations import generation_of
 from kvcached.service.health import HealthChecks
@@ -26,6 +26,23 @@ from tests.mutants.mutant import caught_by, rewrite
 def claims_of_living_engines_ignored(patch: pytest.MonkeyPatch) -> None:
     """Slots that an engine from before the restart may still write are granted to others."""
     rewrite(patch, RestoredCache._fill, "set_aside.extend(ranges)", "pass")
+
+
+@caught_by("tests/daemon/test_restart.py::test_other_slabs_of_the_same_memory_start_empty[larger slabs]")
+def host_pool_of_other_slabs_taken_over(patch: pytest.MonkeyPatch) -> None:
+    """Slots are looked for where another block size of slabs would have them."""
+    rewrite(patch, takeover._kept, "msgspec.structs.replace(ledger.host, allocated={}) != _record_of(memory)", "False")
+
+
+@caught_by("tests/recovery/test_descriptor_store.py::test_manager_that_takes_nothing_is_waited_for_once")
+def stopped_manager_waited_for_each_time(patch: pytest.MonkeyPatch) -> None:
+    """A pool of many parts stops the daemon for minutes, because nobody takes them."""
+    patch.setattr(fd_store, "_deaf", _Forgetful())
+
+
+class _Forgetful(set[str]):
+    def add(self, _: str, /) -> None:
+        """Remember nothing."""
 
 
 @caught_by("tests/recovery/test_notices.py::test_messages_of_others_are_not_believed")

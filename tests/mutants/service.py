@@ -30,7 +30,7 @@ def ledger_behind_the_replies(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/service/test_service.py::test_bye_while_shards_live_frees_nothing_yet")
 def quarantine_after_a_goodbye_skipped(patch: pytest.MonkeyPatch) -> None:
     """A scheduler's goodbye frees what its living shard processes may still write."""
-    rewrite(patch, EngineVerbs._bye, "group.living(beside=group.scheduler)", "False")
+    rewrite(patch, EngineVerbs._bye, "group.others()", "False")
 
 
 @caught_by("tests/service/test_service.py::test_expiry_is_told_and_ends_with_the_process")

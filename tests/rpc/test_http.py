@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import uvloop
 
 from kvcached.process.access import Access, Role
 from kvcached.server import connections, http
-from kvcached.server.http import CONNECTIONS_MAX, REQUEST_BYTES_MAX, HttpServer, Page
+from kvcached.server.http import CONNECTIONS_MAX, LINGERING_MAX, REQUEST_BYTES_MAX, HttpServer, Page
 from tests.access.grants import access_of
 
 GET = b"GET /page HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -287,6 +288,53 @@ def test_too_many_requests_at_once_are_told_so(path: str) -> None:
             assert b"16 connections" in refused
             pages.released.set()
             assert {status_of(answer) for answer in await asyncio.gather(*late)} == {HTTPStatus.OK}
+
+    run(main())
+
+
+def test_peers_that_have_their_answer_take_no_place(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps connections open after the answer keeps nobody out; of too many of them the oldest are closed."""
+    monkeypatch.setattr(http, "_LINGER_S_MAX", 10 * PATIENCE_S)
+
+    def flood() -> tuple[set[int], list[int]]:
+        kept, statuses = [socket.socket(socket.AF_UNIX) for _ in range(CONNECTIONS_MAX + LINGERING_MAX)], set()
+        for connection in kept:
+            connection.connect(path)
+            connection.send(GET)
+            statuses.add(status_of(connection.recv(4096)))
+        ended = []
+        for connection in kept[:CONNECTIONS_MAX]:
+            poll = select.poll()
+            poll.register(connection, 0)  # the hang-up alone
+            ended.extend(poll.poll(PATIENCE_S * 1000))
+        for connection in kept:
+            connection.close()
+        return statuses, [events for _, events in ended]
+
+    async def main() -> None:
+        async with serving(path):
+            statuses, ended = await asyncio.get_running_loop().run_in_executor(None, flood)
+            assert statuses == {HTTPStatus.OK}
+            assert ended == [select.POLLHUP] * CONNECTIONS_MAX
+
+    run(main())
+
+
+def test_closed_server_ends_connections_that_have_their_answer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that closes does not wait for peers that keep their ends open."""
+    monkeypatch.setattr(http, "_LINGER_S_MAX", 10 * PATIENCE_S)
+
+    async def main() -> None:
+        in_thread, kept = partial(asyncio.get_running_loop().run_in_executor, None), socket.socket(socket.AF_UNIX)
+        async with serving(path):
+            kept.connect(path)
+            kept.send(GET)
+            assert status_of(await in_thread(kept.recv, 4096)) == HTTPStatus.OK
+            assert await in_thread(kept.recv, 4096) == b""  # the answer's end
+        poll = select.poll()
+        poll.register(kept, 0)  # the hang-up alone
+        assert await in_thread(poll.poll, PATIENCE_S * 500)
+        kept.close()
 
     run(main())
 

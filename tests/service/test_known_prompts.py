@@ -83,6 +83,25 @@ def test_memory_is_bounded_and_prompts_in_use_stay(monkeypatch: pytest.MonkeyPat
         prompts.whole(3, behind(3, other))
 
 
+def test_sessions_share_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sessions a user opens, all of them together have the daemon remember no more."""
+    monkeypatch.setattr(known_prompts, "_ALL_KNOWN_BYTES_MAX", 24 * KEY_SIZE_BYTES)
+    office = Office("a", "b", "c", known_blocks_min=1)
+    sizes = []
+    for number, replica in enumerate("abc"):
+        peer = bytes([number]) * 4
+        office.enter(FakePeer(number + 1), replica, peer=peer)
+        for seed in range(9):
+            keys = key_chain(4, seed=10 * number + seed)
+            header = office.expect(wire.Acquired, acquire(office, keys, f"r{number}{seed}"), keys, peer=peer)
+            office.expect(
+                wire.Released, wire.Release(id=office.next_id(), epoch=EPOCH, lease=header.lease), b"", b"", peer=peer
+            )
+        sizes.append(office.service._groups.owner(peer).prompts.size_bytes // KEY_SIZE_BYTES)
+
+    assert sizes == [24, 12, 8]
+
+
 def test_next_turn_hits_what_the_last_one_stored() -> None:
     """An acquire that sends only the keys behind the last prompt gets what one with all keys gets."""
     office, keys = Office(known_blocks_min=1), key_chain(5)

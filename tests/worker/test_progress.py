@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import select
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,11 @@ def test_page_cannot_be_written_or_resized_by_a_holder(page: ProgressPage) -> No
         with pytest.raises(OSError, match="not permitted") as caught:
             os.ftruncate(page.writable[0], size_bytes)
         assert caught.value.errno == errno.EPERM
+
+
+def test_page_is_its_owners_alone(page: ProgressPage) -> None:
+    """Another user's process cannot open its descriptor again to write, for the page's mode is that of its owner."""
+    assert all(stat.S_IMODE(os.fstat(each).st_mode) == 0o600 for each in (page.descriptor, page.writable[0]))
 
 
 def test_page_survives_an_event_that_a_reader_filled(page: ProgressPage) -> None:
