@@ -36,6 +36,7 @@ from kvcached.memory.host_pool import HostHeaders, HostMemory
 from kvcached.process.access import Access
 from kvcached.process.earlier import end_earlier
 from kvcached.process.file_access import PASS, let_in
+from kvcached.process.seqpacket import SocketFile
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import STOPPING, notify
 from kvcached.recovery.generations import (
@@ -294,6 +295,8 @@ def _open_sockets(config: Config, service: Service, attach: AttachServer, parts:
     parts.callback(service.close)
     parts.callback(rpc.serve_rest)
     rpc.start(loop)
+    paths = [socket_path(config.run_dir, name) for name in (ATTACH_SOCKET_NAME, RPC_SOCKET_NAME)]
+    service.health.sockets = [SocketFile.at(path) for path in paths]
 
 
 def _open_http(

@@ -74,6 +74,14 @@ class SocketFile(NamedTuple):
         status = os.lstat(path)
         return cls(path, status.st_dev, status.st_ino, status.st_ctime_ns)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is at its path, whatever its mode may be by now."""
+        with suppress(OSError):
+            found = SocketFile.at(self.path)
+            return (found.device, found.inode) == (self.device, self.inode)
+        return False
+
     def remove(self) -> None:
         """Remove it, unless another one is in its place, or none."""
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -9,12 +9,13 @@ import asyncio
 import logging
 import secrets
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.slots.states import PoolState
+from kvcached.process.seqpacket import SocketFile
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.refusals import REFUSED, in_words, internal_error
@@ -45,6 +46,9 @@ class HealthRequests:
         settle: carries out the effects that the checks have caused in the core.
         drain_state: whether the daemon takes new work; the report says so.
         more: further parts of the report.
+
+    Attributes:
+        sockets: the files by which engines and people reach the daemon.
         before_probe: records what the core has changed, before workers write to slots that it has granted.
     """
 
@@ -67,6 +71,7 @@ class HealthRequests:
         self._pending = pending
         self._drain_state = drain_state
         self._more = more
+        self.sockets: Sequence[SocketFile] = ()
         self._checks = HealthChecks(cache, before_probe)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -97,6 +102,7 @@ class HealthRequests:
             parts += self._degraded()
             parts += self._registered()
             parts += self._more()
+            parts += self._unreachable()
             parts += self._held_back()
             is_ok = all(part.ok for part in parts)
             report = HealthReport(id=reply.request.id, ok=is_ok, parts=tuple(parts))
@@ -104,6 +110,12 @@ class HealthRequests:
         except Exception:
             log.exception("internal error during a health check")
             self._pending.fail(reply, internal_error())
+
+    def _unreachable(self) -> list[HealthPart]:
+        """Socket files that somebody has removed: whoever is connected is served, and nobody else finds the daemon."""
+        lost = [file.path for file in self.sockets if not file.is_there]
+        detail = f"no file any more: {', '.join(lost)}; restart the daemon, and keep cleaners away from the directory"
+        return [HealthPart(part="sockets", ok=False, detail=detail)] if lost else []
 
     def _degraded(self) -> list[HealthPart]:
         """A failed part for each replica whose workers die again and again, even if they run at the moment."""

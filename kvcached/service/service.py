@@ -87,7 +87,7 @@ class Service:
     """Requests and events of one daemon. `request_times` and `copy_times` say how long both take.
 
     Attributes:
-        reports: what only reads the daemon's state.
+        reports, health: what only reads the daemon's state, and what checks it.
         watch: watches processes; set once there is somebody who does.
         index_changed: called when the core has something for routers.
     """
@@ -130,7 +130,7 @@ class Service:
         self.storage = StorageVerbs(
             cache, self._groups, self._replicas, self._offload_admission, self._pending, self.copy_times
         )
-        self._health = HealthRequests(
+        self.health = HealthRequests(
             cache, self._replicas, self._pending, now_ms, settle=self._settle, drain_state=self._drain_state,
             more=lambda: [*host_memory.parts(), *self.storage.health()], before_probe=self._device_blocks.write,
         )  # fmt: skip
@@ -161,7 +161,7 @@ class Service:
             **self._stories.by_type,
         }
         self._late_verbs: dict[type[wire.Header], LateVerb] = {
-            wire.Health: self._health.start,
+            wire.Health: self.health.start,
             **engines.late_by_type,
             **self._admin.late_by_type,
             **self._sleeps.late_by_type,
@@ -208,7 +208,7 @@ class Service:
     def close(self) -> None:
         """Answer every pending request with a refusal: the daemon ends."""
         self._pending.close(self._drain_state.refusal())
-        self._health.close()
+        self.health.close()
 
     def refused(self, error: RequestError | Refusal) -> RequestError:
         """Count an error by its code, and put it into words."""
