@@ -96,5 +96,11 @@ def _map_shared(descriptor: int, size_bytes: int, protection: int) -> Buffer:
         raise unusable(f"madvise or mprotect: {reason}")
     buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
     # At exit other threads may still hold views, and the kernel unmaps anyway.
-    weakref.finalize(buffer, _libc.munmap, address, size_bytes).atexit = False
+    weakref.finalize(buffer, _unmap, address, size_bytes, os.getpid()).atexit = False
     return buffer
+
+
+def _unmap(address: int, size_bytes: int, process_id: int) -> None:
+    """Unmap memory in the process that has mapped it. In a forked child, other memory may be at the same addresses."""
+    if os.getpid() == process_id:
+        _libc.munmap(address, size_bytes)

@@ -21,8 +21,10 @@ from transformers.cache_utils import DynamicCache
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, OneProcessSession
 from kvcached_client.keys import KeyChain
 from kvcached_client.offload import PreparedStore
-from kvcached_client.transformers.model import Model, identity, kv_tensors
+from kvcached_client.transformers.model import Model, kv_tensors
+from kvcached_client.transformers.refusals import check_model, check_precision
 from kvcached_client.transformers.staging import Staging, cache_of
+from kvcached_client.transformers.weights import identity
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -35,8 +37,12 @@ class PromptCache:
 
     def __init__(self, model: Model, run_dir: str | os.PathLike[str] | None, block_size: int, deadline_ms: int) -> None:
         """Use `connect`."""
-        self._config = model.config
+        if block_size < 1:
+            raise ValueError(f"block_size {block_size}: a block has at least one token")
+        check_model(model)
+        self._model = model
         self._block_size = block_size
+        self._is_closed = False
         self._staging = Staging(kv_tensors(model), block_size)
         self._keyspace = identity(model)
         label = model.config.name_or_path or type(model).__name__
@@ -66,7 +72,7 @@ class PromptCache:
             deadline_ms: limit for one call to the daemon.
 
         Raises:
-            ValueError: the model cannot be served, and why.
+            ValueError: the model cannot be served, and why; or there are no such blocks.
         """
         cache = cls(model, run_dir, block_size, deadline_ms)
         with cache._engine.guarded():
@@ -80,15 +86,17 @@ class PromptCache:
             input_ids: the prompt, of shape [1, tokens], without padding.
 
         Raises:
-            ValueError: several prompts at once.
+            ValueError: several prompts at once, torch.autocast is on, or this is closed.
         """
+        self._check_use()
         tokens = _tokens(input_ids)
         chunks: list[list[torch.Tensor]] = []
         with self._engine.guarded() as session:
-            if session is not None:
+            if session is not None and not self._has_padding(tokens):
                 for chunk in self._loaded(session, tokens):
                     chunks.append(chunk)  # noqa: PERF402 - what came before a failure counts
-        return cache_of(self._config, chunks) if chunks else DynamicCache(config=self._config)
+        config = self._model.config
+        return cache_of(config, chunks) if chunks else DynamicCache(config=config)
 
     def store(self, sequence: torch.Tensor, cache: DynamicCache) -> int:
         """Store the full blocks of a sequence that a cache holds, as far as they are not stored.
@@ -101,22 +109,28 @@ class PromptCache:
             How many tokens from the beginning of the sequence are stored now, as far as is known.
 
         Raises:
-            ValueError: several sequences at once, or the cache is none of this model and sequence.
+            ValueError: several sequences at once, the cache is none of this model and sequence, torch.autocast is on,
+                or this is closed.
         """
+        self._check_use()
         tokens, computed = _tokens(sequence), int(cache.get_seq_length())
-        if computed and not self._staging.fits(cache):
-            raise ValueError("the cache holds the KV of another model, or of several sequences")
+        if computed and not self._staging.fits(cache, computed):
+            raise ValueError(
+                "the cache holds the KV of another model, of several sequences, or not of all tokens as they were "
+                "computed: give generate what load returned, or a DynamicCache or StaticCache"
+            )
         if computed > len(tokens):
             raise ValueError(f"the cache holds {computed} tokens and the sequence has {len(tokens)}: give all of it")
         blocks = 0
         with self._engine.guarded() as session:
-            if session is not None:
+            if session is not None and not self._has_padding(tokens):
                 for blocks in self._stored(session, tokens[:computed], cache):  # noqa: B007 - the last one counts
                     pass
         return blocks * self._block_size
 
     def close(self) -> None:
-        """End the session; what is stored stays."""
+        """End the session; what is stored stays. `load` and `store` raise ValueError from then on."""
+        self._is_closed = True
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -124,6 +138,20 @@ class PromptCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # --- what cannot be served ----------------------------------------------------------------------------------------
+
+    def _check_use(self) -> None:
+        if self._is_closed:
+            raise ValueError("the PromptCache is closed: connect another one")
+        check_precision(self._model)
+
+    def _has_padding(self, tokens: Sequence[int]) -> bool:
+        """Whether `generate` takes a token for padding, and hides it from the others, where it is given no mask."""
+        config = getattr(self._model, "generation_config", None)
+        padding, end = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
+        ends = end if isinstance(end, list) else [end]
+        return padding not in [None, *ends] and padding in tokens
 
     # --- copies -------------------------------------------------------------------------------------------------------
 

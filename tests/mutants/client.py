@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 
-from kvcached_client.blocks import header
+from kvcached_client.blocks import header, mapping
 from kvcached_client.blocks.copy import MemoryCopier
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout
@@ -78,3 +81,35 @@ def any_earlier_prompt_continued(patch: pytest.MonkeyPatch) -> None:
 def forks_grow_together(patch: pytest.MonkeyPatch) -> None:
     """The keys behind those that forks share are the same object in both."""
     rewrite(patch, KeyChain.fork, "self._keys.copy(), self", "self._keys, self")
+
+
+@caught_by("tests/client/test_forked_mappings.py::test_forked_child_that_drops_the_pool_keeps_its_own_memory")
+def forked_child_unmaps_its_own_memory(patch: pytest.MonkeyPatch) -> None:
+    """A forked child that drops its parent's pool unmaps what lies at the pool's addresses in the child."""
+    rewrite(patch, mapping._unmap, "os.getpid() == process_id", "process_id")
+
+
+@caught_by("tests/transformers/test_weights.py::test_dynamically_quantized_model_is_refused")
+def weights_beside_parameters_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    """Models share KV that differ only in weights which they keep in packed parameters."""
+    rewrite(patch, _of(patch, "weights")._weights, "if name not in seen:", "if False:")
+
+
+@caught_by("tests/transformers/test_caches.py::test_cache_whose_layers_hold_fewer_tokens_is_refused")
+def last_tokens_stored_as_the_first(patch: pytest.MonkeyPatch) -> None:
+    """Of a cache that holds only the last tokens in its tensors, these are stored as the beginning."""
+    rewrite(patch, _of(patch, "staging").Staging.fits, " if each.shape[2] >= tokens", "")
+
+
+@caught_by("tests/transformers/test_refusals.py::test_models_of_images_or_sound_are_refused")
+def images_in_other_parts_accepted(patch: pytest.MonkeyPatch) -> None:
+    """Models are taken for models of text unless their configuration has a part for vision or for audio."""
+    parts = "name in ('vision_config', 'audio_config')"
+    rewrite(patch, _of(patch, "refusals")._inputs, "is_part or name.startswith(_OTHER_TOKENS)", parts)
+
+
+def _of(patch: pytest.MonkeyPatch, module: str) -> Any:
+    """A module of the client's part for transformers, which takes seconds to import."""
+    # transformers imports anyio before pytest, which looks for a plugin in it, and warns.
+    patch.setenv("PYTEST_ADDOPTS", "-Wignore::pytest.PytestAssertRewriteWarning")
+    return import_module(f"kvcached_client.transformers.{module}")
