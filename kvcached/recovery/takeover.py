@@ -178,7 +178,7 @@ def _kept(kept: list[int], host: HostConfig, ledger: Ledger) -> HostMemory | Non
         return None
     memory = adopt_host_memory(kept[0], host.slabs, host.slab_bytes)
     if memory is not None and msgspec.structs.replace(ledger.host, allocated={}) != _record_of(memory):
-        _log.warning("the ledger is of another host pool than the one that was kept, or of other slabs: it is lost")
+        _log.warning("the host pool that was kept cannot be used, and its blocks are lost: the ledger has another one")
         return None
     return memory
 
