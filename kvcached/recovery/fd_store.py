@@ -22,6 +22,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -57,6 +58,7 @@ _MESSAGES_PER_CALL_MAX: Final = 1024
 _REFUSAL_LOG_PAUSE_S: Final = 60.0
 #: Writable even in containers with a read-only file system.
 _LAST_RESORT: Final = "/dev/shm"  # noqa: S108 - the directory that is made in it is private
+_PREFIX: Final = "kvcached-notify-"
 _CREDENTIALS: Final = struct.Struct("iII")
 
 _log: Final = logging.getLogger(__name__)
@@ -345,7 +347,7 @@ def _bind_in_private(unbound: socket.socket) -> str:
     """Bind to a path in a new directory that only this user may enter; returns the path."""
     for parent in (None, _LAST_RESORT):
         try:
-            directory = Path(tempfile.mkdtemp(prefix="kvcached-notify-", dir=parent))
+            directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         except OSError as error:
             reason = error
             continue
@@ -355,12 +357,25 @@ def _bind_in_private(unbound: socket.socket) -> str:
             directory.rmdir()
             reason = error
         else:
+            _remove_stale(directory.parent)
             return path
     raise OSError(
         reason.errno,
         f"no socket for the daemon's notifications, neither where TMPDIR says nor in {_LAST_RESORT}: {reason}; "
         f"name a directory that can be written in TMPDIR",
     )
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove what this user's supervisors have left that were killed: directories with a socket that nobody has."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as trial:
+            if directory.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            try:
+                trial.connect(str(directory / "socket"))
+            except ConnectionRefusedError:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _unpacked(ancillary: list[tuple[int, int, bytes]]) -> tuple[tuple[int, int, int] | None, list[int]]:

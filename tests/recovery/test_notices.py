@@ -105,6 +105,22 @@ def test_socket_finds_a_directory_that_can_be_written(tmp_path: Path, monkeypatc
     notices.close()
 
 
+def test_directories_of_killed_supervisors_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose socket nobody has any more; a living supervisor's stays, and so does one that is just being made."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living = NoticeSocket()
+    killed = NoticeSocket()
+    killed._socket.close()
+    (tmp_path / "kvcached-notify-new").mkdir()
+    (tmp_path / "other").mkdir()
+    last = NoticeSocket()
+
+    kept = {Path(notices.name).parent.name for notices in (living, last)}
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"kvcached-notify-new", "other"}
+    living.close()
+    last.close()
+
+
 def test_without_any_directory_the_error_names_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no directory can be written the start fails, and the message says which variable to set."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
