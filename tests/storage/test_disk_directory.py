@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvcached.storage.backend import DONE, StorageUnusable
+from kvcached.storage.backend import DONE, Outcome, StorageUnusable
 from kvcached.storage.disk.backend import open_disk
+from kvcached.storage.disk.directory import refusal
 from tests.storage.disks import get, opened, put, there
 
 
@@ -57,6 +58,39 @@ def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:
         pass
 
     assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o755
+
+
+def test_lock_of_others_makes_no_directory_this_backends(tmp_path: Path) -> None:
+    """Package managers have a file of that name, too: their directory is refused, and its mode stays."""
+    directory = tmp_path / "dpkg"
+    directory.mkdir(mode=0o755)
+    for name in ("lock", "status", "available"):
+        (directory / name).touch()
+
+    with pytest.raises(StorageUnusable, match=r"holds other files, as available"), opened(directory):
+        pass
+
+    assert (stat.S_IMODE(directory.stat().st_mode), refusal(directory)) == (
+        0o755, ("holds other files, as available", "name an empty directory"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "left", [(), ("index.db",), ("00000001-20480.slots", "generations.json"), ("index.db", "notes.txt")]
+)
+def test_directory_that_was_used_is_used_again(tmp_path: Path, left: tuple[str, ...]) -> None:
+    """Whatever a killed process has left of its files, and whatever people have put beside them."""
+    with opened(tmp_path / "d") as storage:
+        put(storage, 1)
+    for path in (tmp_path / "d").iterdir():
+        if path.name not in {"lock", *left}:
+            path.unlink()
+    for name in left:
+        (tmp_path / "d" / name).touch()
+
+    assert refusal(tmp_path / "d") is None
+    with opened(tmp_path / "d") as storage:
+        assert put(storage, 2) == [Outcome.DONE]
 
 
 def test_directory_behind_a_link_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Usage
-from kvcached.storage.disk.directory import DiskSettings
+from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings
 from kvcached.storage.disk.index import DiskIndex, Entry, IndexDamaged, create_index, place_of
 from kvcached.storage.disk.slots import DiskSpace, SlotFile
 
@@ -56,7 +56,7 @@ class DiskCatalog:
         self._last_stored_ns = 0
         self._last_use_ns = 0
         self._swept_ns = 0
-        self._index_path = settings.directory / "index.db"
+        self._index_path = settings.directory / INDEX_NAME
         self._space = DiskSpace(settings)
         try:
             self._index = DiskIndex(self._index_path)

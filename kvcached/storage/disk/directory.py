@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -15,6 +16,9 @@ from kvcached.config.tables import SIZE
 from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
 
 _LOCK_NAME: Final = "lock"
+INDEX_NAME: Final = "index.db"
+#: Names of files of a directory that was used, where a process was killed while there was no index.
+_OWN: Final = re.compile(rf"{_LOCK_NAME}|{re.escape(INDEX_NAME)}.*|.*\.slots|probe|generations\.json(\.new)?")
 _MODE: Final = 0o700
 
 
@@ -119,9 +123,14 @@ def existing_part(path: Path) -> Path:
 
 
 def _other_file(path: Path) -> str:
-    """A file in a directory that this backend did not create; empty where there is none."""
-    names = [each.name for each in path.iterdir()]
-    return names[0] if names and _LOCK_NAME not in names else ""
+    """A file in a directory that this backend did not create; empty where there is none, or it has used the directory.
+
+    Others lock directories, too: a lock alone does not make a directory this backend's, as an index beside it does.
+    """
+    names = {each.name for each in path.iterdir()}
+    if _LOCK_NAME in names and INDEX_NAME in names:
+        return ""
+    return min((name for name in names if _LOCK_NAME not in names or not _OWN.fullmatch(name)), default="")
 
 
 def _lock(directory: int, path: Path) -> int:
