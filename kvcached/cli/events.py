@@ -7,7 +7,8 @@ import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
+from urllib.parse import urlsplit
 
 import click
 
@@ -21,6 +22,9 @@ _SHOWN_KEYS: Final = 4
 _SHOWN_NAMESPACE: Final = 16
 _RECEIVE_BYTES: Final = 1 << 16
 _MESSAGES_MAX: Final = 1 << 30
+_PARTS: Final = 3  #: of a message
+#: The daemon takes commands of 1024 bytes, and a subscription has ten beside its topic.
+_TOPIC_BYTES_MAX: Final = 1014
 
 
 @click.command(epilog=EPILOG)
@@ -34,60 +38,113 @@ _MESSAGES_MAX: Final = 1 << 30
 @json_option
 def events(topic: str, endpoint: str | None, run_dir: Path | None, *, as_json: bool) -> None:
     """Follow the KV cache events of a daemon, one line per event, until Ctrl-C or the daemon's end."""
+    where, wanted = endpoint or _default_endpoint(run_dir), _topic_bytes(topic)
     last = None
-    for number, batch in _batches(endpoint or _default_endpoint(run_dir), topic):
+    for number, payload in _messages(where, _address(where), wanted):
         if last is not None and number > last + 1 and not topic:
             click.echo(f"{number - last - 1} messages were missed", err=True)
         if last is None or number > last:
             last = number
-            for event in batch.events:
-                click.echo(_as_json(number, batch, event) if as_json else _as_text(number, batch, event))
+            for line in _lines(where, number, payload, as_json=as_json):
+                click.echo(line)
 
 
 def _default_endpoint(run_dir: Path | None) -> str:
+    from kvcached_client import RequestError
     from kvcached_client.transport.run_dir import EVENTS_SOCKET_NAME, default_run_dir, socket_path
 
-    return f"ipc://{socket_path(run_dir or default_run_dir(), EVENTS_SOCKET_NAME)}"
+    try:
+        return f"ipc://{socket_path(run_dir or default_run_dir(), EVENTS_SOCKET_NAME)}"
+    except RequestError as error:
+        fail(ExitCode.USAGE, str(error))
 
 
-def _connect(endpoint: str) -> socket.socket:
-    from urllib.parse import urlsplit
+def _topic_bytes(topic: str) -> bytes:
+    """The topic as publishers compare it; one that a daemon cannot be asked for is wrong usage."""
+    try:
+        wanted = topic.encode()
+    except UnicodeEncodeError:
+        raise click.UsageError(f"--topic {topic!r} is no text in UTF-8") from None
+    if len(wanted) > _TOPIC_BYTES_MAX:
+        raise click.UsageError(f"--topic has {len(wanted)} bytes: give at most {_TOPIC_BYTES_MAX}")
+    return wanted
 
+
+def _address(endpoint: str) -> str | tuple[str, int]:
+    """The path of a socket, or host and port; what is neither is wrong usage."""
     if endpoint.startswith("ipc://"):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(endpoint.removeprefix("ipc://"))
-        return connection
-    parts = urlsplit(endpoint)
-    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
-        raise click.UsageError(f"--endpoint {endpoint}: give ipc:///PATH or tcp://HOST:PORT, as in [events]")
-    return socket.create_connection((parts.hostname, parts.port))
+        return endpoint.removeprefix("ipc://")
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as a connection does it
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.scheme != "tcp":
+        raise click.UsageError(f"--endpoint {endpoint!r}: give ipc:///PATH or tcp://HOST:PORT, as in [events]")
+    return host, port
 
 
-def _batches(endpoint: str, topic: str) -> Iterator[tuple[int, EventBatch]]:
-    """The messages of a publisher and their numbers, until it ends."""
-    from kvcached.events.wire import decode_batch
+def _connect(address: str | tuple[str, int]) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_connection(address)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return connection
+
+
+def _messages(endpoint: str, address: str | tuple[str, int], topic: bytes) -> Iterator[tuple[int, bytes]]:
+    """The messages of a publisher, each with its number, until the connection ends: then so does the program."""
+    from kvcached.events.server import NUMBER_BYTES
     from kvcached_client.protocol.zmtp import GREETING, SUBSCRIBER, Reader, subscribe
 
     try:
-        connection = _connect(endpoint)
+        connection = _connect(address)
     except OSError as error:
         fail(
             ExitCode.UNREACHABLE,
             f"{endpoint}: {error.strerror or error} (is there a table [events] in the daemon's configuration?)",
         )
+    reader, why = Reader(SUBSCRIBER), ""
     with connection:
-        connection.sendall(GREETING + SUBSCRIBER.ready + subscribe(topic.encode()))
-        reader = Reader(SUBSCRIBER)
-        while data := connection.recv(_RECEIVE_BYTES):
-            messages = reader.read(data, _MESSAGES_MAX)
-            while reader.has_more:
-                messages += reader.read(b"", _MESSAGES_MAX)
-            if reader.violation is not None:
-                fail(ExitCode.UNREACHABLE, f"{endpoint} publishes no events: {reader.violation}")
-            for message in messages:
-                _, number, payload = message.parts
-                yield int.from_bytes(number, "big"), decode_batch(payload)
-    fail(ExitCode.UNREACHABLE, f"{endpoint}: the daemon has ended")
+        try:  # an error of stdout is raised in the loop over this, and not here
+            connection.sendall(GREETING + SUBSCRIBER.ready + subscribe(topic))
+            while data := connection.recv(_RECEIVE_BYTES):
+                messages = reader.read(data, _MESSAGES_MAX)
+                while reader.has_more:
+                    messages += reader.read(b"", _MESSAGES_MAX)
+                if reader.violation is not None:
+                    _fail_no_events(endpoint, str(reader.violation))
+                for parts in (message.parts for message in messages):
+                    if len(parts) != _PARTS or len(parts[1]) != NUMBER_BYTES:
+                        _fail_no_events(endpoint, "a message that is not topic, number and payload")
+                    yield int.from_bytes(parts[1], "big"), parts[2]
+        except OSError as error:
+            why = f" ({error.strerror or error})"
+    if reader.is_ready:
+        fail(ExitCode.UNREACHABLE, f"{endpoint}: the daemon has ended{why}")
+    fail(
+        ExitCode.UNREACHABLE,
+        f"{endpoint}: the connection was refused: there are too many connections, or the daemon has ended{why}",
+    )
+
+
+def _fail_no_events(endpoint: str, why: str) -> NoReturn:
+    fail(ExitCode.UNREACHABLE, f"{endpoint} publishes no events: {why}")
+
+
+def _lines(endpoint: str, number: int, payload: bytes, *, as_json: bool) -> list[str]:
+    """The events of a message as they are printed; one that cannot be read, or has no time, ends the program."""
+    import msgspec
+
+    from kvcached.events.wire import decode_batch
+
+    shown = _as_json if as_json else _as_text
+    try:
+        batch = decode_batch(payload)
+        return [shown(number, batch, event) for event in batch.events]
+    except (msgspec.DecodeError, ValueError, OverflowError, OSError, RecursionError) as error:
+        _fail_no_events(endpoint, str(error))
 
 
 def _as_text(number: int, batch: EventBatch, event: Event) -> str:
@@ -120,4 +177,4 @@ def _as_json(number: int, batch: EventBatch, event: Event) -> str:
     if isinstance(event, BlockStored):
         parent = event.parent_block_hash
         fields |= {"parent_block_hash": None if parent is None else parent.hex(), "block_size": event.block_size}
-    return json.dumps(fields)
+    return json.dumps(fields, allow_nan=False)

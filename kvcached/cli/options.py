@@ -261,7 +261,7 @@ def _read_tokens(file: TextIO) -> list[int]:
     try:
         text = file.read()
         listed = json.loads(text) if text.lstrip().startswith("[") else [int(each) for each in text.split()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--tokens: {error}: give token ids, as a JSON list or separated by spaces") from None
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
         raise click.UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import stat
 import time
 from contextlib import AbstractContextManager, ExitStack
@@ -14,12 +15,17 @@ from typing import Final
 from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, LOCK_NAME, RPC_SOCKET_NAME
 
-#: An epoch is the time of a start in milliseconds, or the epoch before plus one. No clock reaches this one.
+#: An epoch is the time of a start in milliseconds; where the clock was set back, that of the start before plus the time
+#: since then. No clock reaches this one.
 EPOCH_MAX: Final = 1 << 48
 _MODE: Final = 0o750
 _ROOT: Final = 0
-#: How much of the lock file is read: more than any epoch takes.
+#: How much of the lock file is read: more than an epoch and a time take.
 _LOCK_BYTES_MAX: Final = 64
+#: What is in it: the epoch, and when that was, in milliseconds since the boot.
+_LOCK: Final = re.compile(rb"(\d*)(?: +(\d+))?")
+#: Where it is not known how long the daemon before has lived, and the clock was set back.
+_LONG_LIFE_MS: Final = 24 * 60 * 60 * 1000
 
 _log: Final = logging.getLogger(__name__)
 
@@ -46,7 +52,7 @@ def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
             _lock(lock, run_dir)
             _check_sockets(run_dir)
             epoch = _next_epoch(lock, run_dir)
-            os.pwrite(lock, f"{epoch:<{_LOCK_BYTES_MAX}}".encode(), 0)
+            os.pwrite(lock, f"{f'{epoch} {_since_boot_ms()}':<{_LOCK_BYTES_MAX}}".encode(), 0)
         except OSError as error:
             what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             raise RunDirUnusable(f"run directory {run_dir}: {what}; mend that, or choose another run_dir") from None
@@ -91,11 +97,23 @@ def _check_sockets(run_dir: Path) -> None:
 
 
 def _next_epoch(lock: int, run_dir: Path) -> int:
-    """An epoch larger than any before it. If the lock file is damaged, the clock and the ledger ensure that."""
+    """An epoch larger than any before it. If the lock file is damaged, the clock and the ledger ensure that.
+
+    It is larger by the time since the start before, whatever the clock says: a daemon gives numbers, as those of its
+    events, that begin with its epoch and grow no faster than time.
+    """
     text = os.pread(lock, _LOCK_BYTES_MAX + 1, 0).strip()
-    before = int(text or b"0") if len(text) <= _LOCK_BYTES_MAX and not text.strip(b"0123456789") else EPOCH_MAX
+    found = _LOCK.fullmatch(text) if len(text) <= _LOCK_BYTES_MAX else None
+    before, started_ms = (EPOCH_MAX, -1) if found is None else (int(found[1] or 0), int(found[2] or -1))
     if before >= EPOCH_MAX:
         _log.warning("%s is damaged: it begins with %r, which is not an epoch", run_dir / LOCK_NAME, text[:20])
         ledger = read_ledger(run_dir / LEDGER_NAME)
-        before = 0 if ledger is None or ledger.epoch >= EPOCH_MAX else ledger.epoch
-    return max(before + 1, time.time_ns() // 1_000_000)
+        before, started_ms = 0 if ledger is None or ledger.epoch >= EPOCH_MAX else ledger.epoch, -1
+    now_ms, since_boot_ms = time.time_ns() // 1_000_000, _since_boot_ms()
+    if 0 <= started_ms <= since_boot_ms:
+        return max(before + 1 + since_boot_ms - started_ms, now_ms)
+    return now_ms if now_ms > before else before + _LONG_LIFE_MS
+
+
+def _since_boot_ms() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000

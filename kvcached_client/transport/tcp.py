@@ -44,6 +44,7 @@ class RemoteDaemon(NamedTuple):
         try:
             parts = urlsplit(endpoint)
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")  # as a connection does it
         except ValueError:
             host = port = None
         if not host or not port or endpoint != f"tcp://{parts.netloc}":

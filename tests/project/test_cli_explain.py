@@ -285,6 +285,7 @@ def test_explain_of_keys_asks_everywhere(daemon: PromptsAdmin) -> None:
         (["--tokens", "-"], "[1, 2.5]"),
         (["--tokens", "-"], "[[1], [2]]"),
         (["--tokens", "-"], "[true]"),
+        (["--tokens", "-"], "[" * 100_000),
         (["--tokens", "-"], "-1 2 3 4"),
         (["--tokens", "-", "--replica", "z"], "1 2"),
         (["--tokens", "-", "--namespace", "61"], "1 2"),

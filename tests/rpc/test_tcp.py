@@ -165,6 +165,18 @@ def test_client_of_another_daemons_key_is_not_served(port: Port, tmp_path: Path)
     assert port.handler.served == []
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "\udcff"])
+def test_host_that_no_resolver_takes_is_no_endpoint(host: str, tmp_path: Path) -> None:
+    """An endpoint whose host has an empty or too long part, or is no text, is refused as a bad value."""
+    key_file = tmp_path / "key"
+    write_key_file(key_file, LOOKER.secret)
+
+    with pytest.raises(RequestError, match="is no endpoint") as refused:
+        Admin.connect(f"tcp://{host}:9420", server_key=key_text(SERVER.public), key_file=key_file, deadline_ms=1000)
+
+    assert refused.value.code == ErrorCode.BAD_VALUE
+
+
 def test_nothing_is_served_in_the_clear(port: Port) -> None:
     """A peer that speaks as on the local socket gets the greeting, and then the end of its connection."""
     with socket.create_connection(("127.0.0.1", port.port), timeout=20) as peer:
