@@ -32,6 +32,10 @@ CONNECTIONS_MAX: Final = 64
 UNREAD_BYTES_MAX: Final = 1 << 20
 #: What a peer may send that is not a whole message.
 HELD_BYTES_MAX: Final = 64 * 1024
+#: What is looked at of one connection before others have a turn: a peer may send nothing but pings.
+BYTES_PER_TURN: Final = 4096
+#: As commands allow it.
+TOPIC_BYTES_MAX: Final = 1024
 HALF_OPEN_S_MAX: Final = 2.0
 SUBSCRIPTIONS_MAX: Final = 64
 #: Requests of one connection that wait for the end of its last one.
@@ -151,6 +155,7 @@ class _Peer(asyncio.Protocol):
         self._reader = Reader(role)
         self._transport: asyncio.Transport | None = None
         self._is_full = False
+        self._unread = b""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -185,10 +190,37 @@ class _Peer(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Its peer has read."""
         self._is_full = False
+        self._take()
         self.room()
 
     def data_received(self, data: bytes) -> None:
         """Its peer has sent something."""
+        self._unread += data
+        self._take()
+
+    def _take(self) -> None:
+        """Look at some of what the peer has sent. More is received when that is all, and the peer reads answers."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.is_full:
+            self._read_on(self._transport, is_wanted=False)
+            return
+        data, self._unread = self._unread[:BYTES_PER_TURN], self._unread[BYTES_PER_TURN:]
+        if data:
+            self._look_at(data)
+        if self._unread:
+            asyncio.get_running_loop().call_soon(self._take)
+        self._read_on(self._transport, is_wanted=not self._unread)
+
+    def _read_on(self, transport: asyncio.Transport, *, is_wanted: bool) -> None:
+        if transport.is_closing() or transport.is_reading() == is_wanted:
+            return
+        if is_wanted:
+            transport.resume_reading()
+        else:
+            transport.pause_reading()
+
+    def _look_at(self, data: bytes) -> None:
         reader = self._reader
         while True:
             for message in reader.read(data, _MESSAGES_PER_READ_MAX):
@@ -272,8 +304,9 @@ class _Subscriber(_Peer):
         if not is_wanted:
             with suppress(ValueError):
                 self._topics.remove(topic)
-        elif len(self._topics) >= SUBSCRIPTIONS_MAX:
-            _log.warning("events: a connection with more than %d subscriptions is cut off", SUBSCRIPTIONS_MAX)
+        elif len(self._topics) >= SUBSCRIPTIONS_MAX or len(topic) > TOPIC_BYTES_MAX:
+            most = f"{SUBSCRIPTIONS_MAX} subscriptions, or topics of more than {TOPIC_BYTES_MAX} bytes"
+            _log.warning("events: a connection with more than %s is cut off", most)
             self.close()
         else:
             self._topics.append(topic)

@@ -106,6 +106,23 @@ def test_past_counts_half_after_a_while() -> None:
     assert (before > 0.95, tree.hit_ratios()[-1] < 0.9) == (True, True)
 
 
+def test_namespace_of_smaller_blocks_changes_no_estimate_of_the_others() -> None:
+    """It has fewer blocks sampled from then on, and those sampled before do not count for more than they were."""
+    known = [prompt(str(number), 20) for number in range(60)]  # 1200 blocks, which fit into the 2000 slots
+    sample = ReuseSample(_SLABS, 4096, 0.5)
+    tree = sample.of_tree(_SLOTS_PER_SLAB)
+    for turn in range(6):
+        if turn == 3:
+            sample.of_tree(16 * _SLOTS_PER_SLAB)
+        for keys in known:
+            tree.asked(keys)
+            sample.look()
+
+    hits = dict(zip(SIZE_RATIOS, tree.hit_ratios(), strict=True))
+    assert hits[1.0] == pytest.approx(played(known * 6, _SLABS * _SLOTS_PER_SLAB), abs=0.04)
+    assert hits[4.0] == pytest.approx(hits[1.0], abs=0.02)
+
+
 def test_each_namespace_competes_for_the_pool() -> None:
     """Blocks of one namespace push those of another out: the estimates are of one pool for both."""
     own = [prompt(f"small {part}", 40) for part in range(20)]  # 800 blocks of 2,000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import zmq
 
 from kvcached.events import server
 from kvcached.events.server import Endpoints
-from kvcached_client.protocol.zmtp import GREETING, SUBSCRIBER, subscribe
+from kvcached_client.protocol.zmtp import DEALER, GREETING, SUBSCRIBER, Role, encode_message, subscribe
 from tests.events.publisher import TIMEOUT_MS, Publisher
 from tests.events.router import END, Router
 
@@ -137,6 +138,53 @@ def test_peers_that_do_not_speak_the_protocol_are_cut_off(publisher: Publisher) 
             except ConnectionError:
                 pass
     publisher.store()
+
+
+def sent_by(peer: socket.socket, data: bytes, most: int) -> int:
+    """How much of a flood the server takes from a peer that reads nothing."""
+    sent = 0
+    try:
+        while sent < most:
+            sent += peer.send(data)
+    except (TimeoutError, ConnectionError):
+        pass
+    return sent
+
+
+@pytest.mark.parametrize("role", [SUBSCRIBER, DEALER], ids=["events", "replays"])
+def test_peer_that_reads_no_answers_is_not_read(publisher: Publisher, router: Router, role: Role) -> None:
+    """Answers to its pings take a bounded memory, and the flood keeps neither batches nor others from their turn."""
+    endpoint = publisher.endpoints.events if role is SUBSCRIBER else publisher.endpoints.replay
+    ping = b"\x04\x17\x04PING\x00\x01" + b"x" * 16
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(endpoint.removeprefix("ipc://"))
+        peer.settimeout(0.5)
+        peer.sendall(GREETING + role.ready)
+        assert sent_by(peer, ping * 2000, 64 << 20) < 16 << 20
+        (full,) = [each for each in (*publisher.server._subscribers, *publisher.server._askers) if each.is_full]
+        assert full._transport is not None
+        assert full._transport.get_write_buffer_size() < server.UNREAD_BYTES_MAX + (1 << 20)
+        publisher.store()
+        follow(router, publisher)
+
+
+def test_topics_beyond_the_limit_cut_a_peer_off(publisher: Publisher) -> None:
+    """A subscription as ZMTP 3.0 sends it, a message, has no longer topic than one of ZMTP 3.1, a command."""
+    for size, is_taken in ((server.TOPIC_BYTES_MAX, True), (server.TOPIC_BYTES_MAX + 1, False)):
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(TIMEOUT_MS / 1000)
+            peer.connect(publisher.endpoints.events.removeprefix("ipc://"))
+            peer.sendall(GREETING + SUBSCRIBER.ready + encode_message([b"\1" + bytes(size)]))
+            greeting = peer.recv(len(GREETING), socket.MSG_WAITALL)
+            assert greeting == GREETING
+            if is_taken:
+                peer.sendall(subscribe(b""))  # the last batch is sent
+                assert b"READY" in peer.recv(64)
+                assert peer.recv(4096)
+            else:
+                with suppress(ConnectionError):
+                    while peer.recv(4096):
+                        pass
 
 
 def test_connections_have_a_limit(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:

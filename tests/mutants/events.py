@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached.core.eviction.reuse import ReuseSample
 from kvcached.core.slots.announced import Announced
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.transfers import prefetch
 from kvcached.core.transfers.table import TransferTable
+from kvcached.events.server import _Peer
 from kvcached.events.stream import EventStream
+from kvcached.recovery import run_dir
 from tests.mutants.mutant import caught_by, rewrite
 
 _FOLLOWED = "tests/core/test_index_events.py::test_snapshot_and_events_make_the_index"
@@ -42,3 +45,21 @@ def fetched_blocks_not_told(patch: pytest.MonkeyPatch) -> None:
 def stored_blocks_told_too_early(patch: pytest.MonkeyPatch) -> None:
     """Routers are told of blocks whose copy has failed."""
     rewrite(patch, TransferTable.end_store, "if good:\n", "if store.blocks:\n")
+
+
+@caught_by("tests/events/test_server.py::test_peer_that_reads_no_answers_is_not_read[events]")
+def pings_answered_without_a_limit(patch: pytest.MonkeyPatch) -> None:
+    """A peer that sends pings and reads nothing takes the daemon's memory."""
+    rewrite(patch, _Peer._take, "if self.is_full:", "if False:")
+
+
+@caught_by("tests/core/test_reuse.py::test_namespace_of_smaller_blocks_changes_no_estimate_of_the_others")
+def sampled_blocks_of_the_rate_before_kept(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that were sampled more often count for as many as those of the lower rate."""
+    rewrite(patch, ReuseSample.of_tree, "self._drop(self._hashes >= self._limit)", "pass")
+
+
+@caught_by("tests/recovery/test_run_dir.py::test_epochs_are_as_far_apart_as_the_starts[1000]")
+def epochs_close_after_the_clock_was_set_back(patch: pytest.MonkeyPatch) -> None:
+    """The next daemon numbers its events as the last one did."""
+    rewrite(patch, run_dir._next_epoch, "before + 1 + since_boot_ms - started_ms", "before + 1")

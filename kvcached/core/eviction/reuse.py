@@ -14,6 +14,7 @@ from bisect import bisect_left
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcached.core.index.run import KEY_SIZE
 
@@ -126,10 +127,15 @@ class ReuseSample:
     def of_tree(self, slots_per_slab: int) -> TreeReuse:
         """For a new tree whose blocks have this size.
 
-        Blocks that the largest of the pools holds are to fit into the sample.
+        Blocks that the largest of the pools holds are to fit into the sample. Where that asks for a lower rate, blocks
+        of the rate before leave the sample: they would count for as many as those of the new one.
         """
         largest = SIZE_RATIOS[-1] * self._slabs * slots_per_slab
-        self._limit = min(self._limit, max(int(self._blocks_max / largest * (1 << _HASH_BITS)), 1))
+        limit = max(int(self._blocks_max / largest * (1 << _HASH_BITS)), 1)
+        if limit < self._limit:
+            self.look()
+            self._limit = min(self._limit, limit)
+            self._drop(self._hashes >= self._limit)
         return TreeReuse(self, slots_per_slab)
 
     def note(self, tree: TreeReuse, keys: bytes, *, is_asked: bool) -> None:
@@ -195,8 +201,12 @@ class ReuseSample:
         if np.count_nonzero(too_old) < len(newest_first) // _FREED_DIVISOR:
             self._limit //= 2
             too_old |= self._hashes >= self._limit
+        self._drop(too_old)
+
+    def _drop(self, dropped: NDArray[np.bool_]) -> None:
+        """Drop the blocks at these places."""
         for block, place in list(self._places.items()):
-            if too_old[place]:
+            if dropped[place]:
                 del self._places[block]
                 self._sizes[place] = self._last_use[place] = 0
                 self._free.append(place)
