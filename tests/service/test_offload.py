@@ -71,7 +71,7 @@ def test_hello_refuses_more_blocks_than_slots_have_numbers(monkeypatch: pytest.M
     office.attach(FakePeer(1))
 
 
-@pytest.mark.parametrize(("cheap", "is_served"), [(1 << 20, True), (0, False)], ids=["small pool", "large pool"])
+@pytest.mark.parametrize(("cheap", "is_served"), [(1 << 23, True), (0, False)], ids=["small pool", "large pool"])
 def test_hello_refuses_blocks_that_cost_the_daemon_more_than_the_pool(
     monkeypatch: pytest.MonkeyPatch, *, cheap: int, is_served: bool
 ) -> None:

@@ -35,7 +35,7 @@ PROCESS_NAMESPACES_DIVISOR: Final = 2
 #: The daemon keeps a byte for each slot of each namespace, whether it is used or not. So one namespace has a slot for
 #: each 4 KiB of the host pool at most, or as many as are cheap; blocks of real models are larger.
 _SLOT_BYTES_MIN: Final = 4096
-_CHEAP_SLOTS: Final = 1 << 20
+_CHEAP_SLOTS: Final = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
