@@ -15,7 +15,7 @@ import pytest
 from kvcached.server import listener
 from kvcached_client import Admin
 from tests.daemon.conftest import RunningDaemon, started
-from tests.daemon.test_offload import DEADLINE_MS
+from tests.daemon.offload_process import DEADLINE_MS
 from tests.daemon.test_offload import config as offload_config
 from tests.daemon.test_restart import Engine
 

@@ -36,4 +36,4 @@ def test_writers_and_uses_stand_beside_the_head() -> None:
     record.write_head(ON_CPU)
 
     assert {place: record.writer(place) for place in writers} == writers
-    assert (record.writer(2).pid, record.used_s, PoolHead.unpack(memory)) == (0, 1 << 40, ON_CPU)
+    assert (record.writer(2).pid, record.used_s, PoolHead.unpack(bytes(memory))) == (0, 1 << 40, ON_CPU)
