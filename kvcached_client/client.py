@@ -74,8 +74,6 @@ class ClientSteps(EngineSession):
         """`Client.connect`: one attempt, which blocks."""
         if failures not in get_args(Failures):
             raise ValueError(f"failures is {failures!r}, not one of {', '.join(get_args(Failures))}")
-        if deadline_ms < 1:
-            raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
         channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures=failures)
         try:
             fingerprint = "" if layout is None else layout.fingerprint()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
-from urllib.parse import urlsplit
 
 import click
 
@@ -74,15 +73,12 @@ def _address(endpoint: str) -> str | tuple[str, int]:
     """The path of a socket, or host and port; what is neither is wrong usage."""
     if endpoint.startswith("ipc://"):
         return endpoint.removeprefix("ipc://")
-    try:
-        parts = urlsplit(endpoint)
-        host, port = parts.hostname, parts.port
-        (host or "").encode("idna")  # as a connection does it
-    except ValueError:
-        host = port = None
-    if not host or not port or parts.scheme != "tcp":
+    from kvcached_client.transport.tcp import host_and_port
+
+    address = host_and_port(endpoint)
+    if address is None:
         raise click.UsageError(f"--endpoint {endpoint!r}: give ipc:///PATH or tcp://HOST:PORT, as in [events]")
-    return host, port
+    return address
 
 
 def _connect(address: str | tuple[str, int]) -> socket.socket:
@@ -152,13 +148,13 @@ def _as_text(number: int, batch: EventBatch, event: Event) -> str:
 
     at = datetime.fromtimestamp(batch.ts, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     rank = "host" if batch.data_parallel_rank is None else f"rank {batch.data_parallel_rank}"
-    where = f"{event.namespace[:_SHOWN_NAMESPACE]} generation {event.generation} {rank}"
+    where = f"{escaped(event.namespace[:_SHOWN_NAMESPACE])} generation {event.generation} {rank}"
     if isinstance(event, AllBlocksCleared):
         return f"{at} {number} {type(event).__name__} {where}"
     keys = [key.hex() for key in hashes_of(event)]
     more = ", ..." if len(keys) > _SHOWN_KEYS else ""
-    shown = escaped(f"{', '.join(keys[:_SHOWN_KEYS])}{more}")
-    return f"{at} {number} {type(event).__name__} {where} {event.medium} {len(keys)} blocks: {shown}"
+    shown = f"{', '.join(keys[:_SHOWN_KEYS])}{more}"
+    return f"{at} {number} {type(event).__name__} {where} {escaped(str(event.medium))} {len(keys)} blocks: {shown}"
 
 
 def _as_json(number: int, batch: EventBatch, event: Event) -> str:

@@ -18,6 +18,17 @@ _ENDPOINT: Final = "tcp://HOST:PORT"
 _MS_PER_S: Final = 1000
 
 
+def host_and_port(endpoint: str) -> tuple[str, int] | None:
+    """What ``tcp://HOST:PORT`` names; None where it is something else, or a host that no resolver takes."""
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as a connection does it
+    except ValueError:
+        return None
+    return (host, port) if host and port and endpoint == f"tcp://{parts.netloc}" else None
+
+
 class RemoteDaemon(NamedTuple):
     """A daemon behind a TCP port, and this client's keys.
 
@@ -41,13 +52,8 @@ class RemoteDaemon(NamedTuple):
         Raises:
             BadRequest: it is no endpoint, or a key is missing or is none.
         """
-        try:
-            parts = urlsplit(endpoint)
-            host, port = parts.hostname, parts.port
-            (host or "").encode("idna")  # as a connection does it
-        except ValueError:
-            host = port = None
-        if not host or not port or endpoint != f"tcp://{parts.netloc}":
+        address = host_and_port(endpoint)
+        if address is None:
             raise bad_value(f"{endpoint!r} is no endpoint", f"give {_ENDPOINT}")
         if not server_key or key_file is None:
             raise bad_value(
@@ -59,7 +65,7 @@ class RemoteDaemon(NamedTuple):
             server = key_of(server_key)
         except ValueError as error:
             raise bad_value(f"the daemon's key {server_key!r} is none: {error}", "quote it in a shell") from None
-        return cls(endpoint, host, port, server, pair_of(read_key_file(key_file)))
+        return cls(endpoint, *address, server, pair_of(read_key_file(key_file)))
 
     def connect(self, deadline_ms: int) -> socket.socket:
         """A connection that does not block.

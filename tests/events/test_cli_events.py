@@ -154,6 +154,21 @@ def test_messages_of_another_publisher_are_told_as_no_events(
     assert result.stdout == ""
 
 
+def test_names_of_a_publisher_are_escaped(listen: Listen) -> None:
+    """What a publisher calls a namespace or a medium neither forges a line nor speaks to a terminal."""
+    hostile = "\x1b[2J\n"
+    message = [b"", NUMBER, batch(type="BlockRemoved", medium=hostile, namespace=hostile, block_hashes=[bytes(16)])]
+
+    def serve(connection: socket.socket) -> None:
+        close_unread(connection)
+        connection.sendall(GREETING + PUBLISHER.ready + encode_message(message))
+
+    result = run("--endpoint", listen(serve))
+
+    told(result)
+    assert (len(result.stdout.splitlines()), "\x1b" in result.stdout, "\\x1b[2J" in result.stdout) == (1, False, True)
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [
