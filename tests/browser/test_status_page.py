@@ -7,6 +7,7 @@ import os
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -115,6 +116,13 @@ def status(shown: Shown, path: str = "status.json") -> Any:
         return json.load(answer)
 
 
+def percent(share: float) -> str:
+    """A share as the page writes it: with a decimal below 10 percent, halves upwards as JavaScript rounds."""
+    points = Decimal(100 * share)
+    unit = Decimal("0.1") if 0 < share < 0.0995 else Decimal(1)
+    return f"{points.quantize(unit, ROUND_HALF_UP)}%"
+
+
 def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
     """State, hits, sessions, leases, pools, workers and storage are what /status.json says."""
     told = status(page)
@@ -127,7 +135,7 @@ def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
     assert page.text("sessions") == "2"
     assert page.text("leases-words") == "5 leases"
     assert page.text("cached").replace(",", "") == str(told["cached_blocks"] + in_host)
-    assert page.text("hit-rate") == f"{hits / (hits + counters['missed_blocks']):.0%}"
+    assert page.text("hit-rate") == percent(hits / (hits + counters["missed_blocks"]))
     memory = {row[0]: row for row in page.rows("tiers")}
     assert memory["device of chat"][3:6] == [f"{SLOTS}", f"{pool['states']['free']}", f"{pool['states']['cached']}"]
     assert page.rows("workers") == [["chat", "tiny-chat", "cpu", "1", "healthy", "0"]]
@@ -146,7 +154,7 @@ def test_sizes_are_the_estimates_of_the_status(page: Shown) -> None:
     chat, other = sorted(told["hosts"], key=lambda host: int(host["asked_blocks"]), reverse=True)
     sizes = [f"{ratio * told['host_pool_bytes'] / 1024:.0f} KiB" for ratio, _ in chat["hit_estimates"][:4]]
     heads = page.heads("sizes")
-    hits = [f"{hit:.0%}" for _, hit in chat["hit_estimates"]]
+    hits = [percent(hit) for _, hit in chat["hit_estimates"]]
 
     assert (heads[0], heads[1:5]) == ("namespace", [*sizes[:3], f"{sizes[3]} now"])
     assert page.rows("sizes") == [
