@@ -14,7 +14,7 @@
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
 # MUTANTS      names of mutants, or --passed if all tests have passed just now   make mutants MUTANTS=--passed
-# PART         K/N: of slow, vllm and mutants, every Nth file or mutant from the Kth on   make slow PART=0/2
+# PART         K/N: of full, slow, vllm and mutants, every Nth file or mutant from the Kth on   make slow PART=0/2
 # VLLM         0.32, or 0.33: whose code vLLM's tests run, around the CPU kernels of 0.32   make vllm VLLM=0.33
 # TORCH_INDEX  package index to take torch from           make env TORCH_INDEX=URL
 # REPLAY       options of the replay                      make replay REPLAY='--model tiny --requests 60'
@@ -85,7 +85,8 @@ test: env
 test-all: test full compiled mutants slow vllm sglang
 
 full: env
-	@$(BIN)/python -m pytest tests -m "full and not slow and not vllm and not sglang" --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest tests -m "full and not slow and not vllm and not sglang" --part $(PART) \
+	    --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: env
 	@$(BIN)/python -m pytest tests -m slow --numprocesses 2 --dist loadfile --part $(PART)

@@ -42,6 +42,7 @@ class _Request:
     block_hashes: list[bytes]
     block_ids: list[int]
     max_tokens: int = 16
+    pooling_params: object | None = None
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None

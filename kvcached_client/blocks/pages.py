@@ -197,12 +197,17 @@ class EnginePages:
         return f"EnginePages(blocks={self.blocks}, block_bytes={self.block_bytes}, layers={len(self.layers)}, {place})"
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor | CudaTensor]) -> Self:
+    def of_tensors(cls, tensors: Mapping[str, Tensor | CudaTensor], blocks: int | None = None) -> Self:
         """The pages of tensors ``[blocks, …]``, one tensor for each layer, by layer name.
 
         Tensors ``[2, blocks, block_size, heads, dim]`` hold K and V apart; each of them has its own page of a block.
         Layers that share one tensor share its pages, which are copied once; also a layer whose pages are parts of
         another's, as a state may be part of a page that is as large as those of attention.
+
+        Args:
+            tensors: by layer name.
+            blocks: number of the engine's blocks. A tensor may have several rows for each of them, back to back, as
+                attention kernels that take fewer tokens than a block has want it.
 
         Raises:
             BadRequest: there is no tensor, tensors are neither on the CPU nor on CUDA devices, blocks are not
@@ -211,7 +216,8 @@ class EnginePages:
         if not tensors:
             raise _unusable("there is no tensor", "register the engine's KV tensors first")
         views = {name: _view(name, tensor) for name, tensor in tensors.items()}
-        parts = [(name, part, *_pages(name, part)) for name, view in views.items() for part in _parts(name, view)]
+        found = [(name, _of_blocks(part, blocks)) for name, view in views.items() for part in _parts(name, view)]
+        parts = [(name, part, *_pages(name, part)) for name, part in found]
         whole = _without_contained([pages for _, _, pages, _, _ in parts])
         places: dict[LayerPages, int] = {}
         described: list[_Description] = []
@@ -311,6 +317,14 @@ def _parts(name: str, view: _View) -> tuple[_View, ...]:
         )
     keys = view._replace(shape=view.shape[1:], strides=view.strides[1:])
     return keys, keys._replace(address=view.address + apart * view.element_bytes)
+
+
+def _of_blocks(view: _View, blocks: int | None) -> _View:
+    """A tensor with several rows for each block, as ``[blocks, rows of a block, …]``; any other as it is."""
+    if not blocks or not view.shape or view.shape[0] <= blocks or view.shape[0] % blocks:
+        return view
+    rows, step = view.shape[0] // blocks, view.strides[0]
+    return view._replace(shape=[blocks, rows, *view.shape[1:]], strides=[rows * step, step, *view.strides[1:]])
 
 
 def _pages(name: str, view: _View) -> tuple[LayerPages, list[int], list[int]]:

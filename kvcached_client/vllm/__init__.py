@@ -6,6 +6,7 @@ same.
 """
 
 import logging
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -28,7 +29,17 @@ def __getattr__(name: str) -> object:
 
     if not check_version(vllm.__version__):
         _check_newer(vllm.__version__)
+    _register(name)
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+@cache
+def _register(name: str) -> None:
+    """Have vLLM find a connector by its name alone, too, as `MultiConnector` looks for those that it joins."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - see above
+
+    with suppress(ValueError):  # it is registered
+        KVConnectorFactory.register_connector(name, __name__, name)
 
 
 @cache

@@ -142,11 +142,11 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             BadRequest: the tensors are neither on the CPU nor on one CUDA device, or their blocks are not contiguous.
             DeviceError: this process cannot call the CUDA driver.
         """
-        pages = EnginePages.of_tensors(tensors_of(kv_caches))
-        if pages.blocks != (expected := self._kv_cache_config.num_blocks):
+        pages = EnginePages.of_tensors(tensors_of(kv_caches), expected := self._kv_cache_config.num_blocks)
+        if pages.blocks != expected:
             raise ValueError(
-                f"the KV tensors have {pages.blocks} blocks where vLLM counts {expected}: its attention kernels split "
-                "blocks; choose a --block-size that they take whole, or another attention backend"
+                f"the KV tensors have {pages.blocks} blocks where vLLM counts {expected}, which is no whole number of "
+                "rows for each: choose another attention backend"
             )
         self._pages = pages
         shards = Shards(
@@ -258,7 +258,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
         if self._is_described:
             return
-        layout, self._is_described = common_layout(metadata, self._vllm_config), True
+        layout, self._is_described = common_layout(metadata, self._vllm_config, self._kv_cache_config), True
         description = EngineDescription(
             self._vllm_config,
             self._kv_cache_config,

@@ -9,6 +9,8 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
     iter_layer_specs,
 )
@@ -23,6 +25,8 @@ VllmObject: TypeAlias = Any
 
 #: Whatever the order in memory, vLLM's tensor of a layer is [blocks, heads, tokens, content].
 _HEAD_DIMENSION: Final = -3
+#: Kinds of layers with attention to the whole prompt. A class that derives from one may be of another kind: RSWASpec.
+_WHOLE: Final = (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec)
 #: Kinds of layers of several groups. Others keep other blocks than vLLM's lists say.
 _KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 #: How vLLM keeps states of which requests may continue.
@@ -32,8 +36,7 @@ _ALIGNED: Final = "align"
 def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
     """Whether vLLM keeps all blocks of a request for each layer of a group: no block leaves a sliding window."""
     return all(
-        isinstance(layer, FullAttentionSpec)
-        or (isinstance(layer, SlidingWindowSpec) and layer.sliding_window >= max_model_len)
+        type(layer) in _WHOLE or (isinstance(layer, SlidingWindowSpec) and layer.sliding_window >= max_model_len)
         for layer in iter_layer_specs(spec)
     )
 

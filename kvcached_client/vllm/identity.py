@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from kvcached_client.engines.weights import FindSnapshot, ModelFile, WeightReade
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version
 
+#: What this machine's processors have.
+_CPU_INFO: Final = Path("/proc/cpuinfo")
 _PERSON: Final = b"kvcached vllm 2"
 #: Weights of this load format are made from a seed.
 MADE_UP: Final = "dummy"
@@ -88,7 +91,7 @@ class EngineDescription:
                 sorted(config.cache_config.kv_cache_dtype_skip_layers),
                 cache.kv_cache_layout,
             ],
-            "device": config.device_config.device_type,
+            "device": _device(config.device_config.device_type, _dtype(config.model_config.dtype)),
             "hashing": [hashing, _root_of(hashing, seed), None if hashing.endswith("_cbor") else sys.version_info[:2]],
             "vllm": minor_version(vllm_version),
             "weights_version": weights_version,
@@ -96,6 +99,8 @@ class EngineDescription:
         if groups is not None:
             self._parts["groups"] = groups
         model = config.model_config
+        if any(media := _media(model)):  # None of it in most engines, whose keyspaces stay as they were without it
+            self._parts["media"] = media
         name = Path(model.model).name if Path(model.model).exists() else model.model
         self._label = f"{name} {_dtype(model.dtype)} tp{config.parallel_config.tensor_parallel_size}"
 
@@ -112,6 +117,21 @@ class EngineDescription:
             parts["speculative"] = [method, None if draft is None else draft.parts(reader, warnings)]
         digest = hashlib.blake2b(_canonical(parts).encode(), digest_size=32, person=_PERSON).digest()
         return Identity(digest, self._label[-NAME_LENGTH_MAX:], tuple(warnings))
+
+
+def _device(kind: str, dtype: str) -> str:
+    """The kind of device; of CPUs also what decides in which order vLLM's kernels keep the bytes of a block."""
+    if kind != "cpu":
+        return kind
+    has_tiles = dtype == "bfloat16" and b" amx_tile" in _CPU_INFO.read_bytes()
+    return f"cpu {platform.machine()} amx" if has_tiles else f"cpu {platform.machine()}"
+
+
+def _media(model: VllmConfig) -> list[object]:
+    """What of a model's settings for pictures and other media decides on embeddings, and is in no hash of a picture."""
+    settings = getattr(model, "multimodal_config", None)
+    names = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+    return [getattr(settings, name, None) or None for name in names]
 
 
 def _root_of(hashing: str, seed: str | None) -> str | None:

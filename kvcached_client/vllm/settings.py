@@ -169,9 +169,9 @@ def check_config(
         "have beside attention; one is supported: use KvcachedHybridConnector": not (
             is_single or (takes_groups and groups)
         ),
-        "vLLM drops blocks of this model while a request runs: all its layers have sliding windows, or states. "
-        "Use KvcachedHybridConnector; or set --max-model-len to the window's length; or use no kvcached": is_single
-        and not (keeps_all_blocks or takes_groups),
+        "vLLM drops blocks of this model while a request runs: its layers have sliding windows, states, or attention "
+        "that is not to the whole prompt. Use KvcachedHybridConnector; or set --max-model-len to the window's length; "
+        "or use no kvcached": is_single and not (keeps_all_blocks or takes_groups),
         "speculative decoding beside several groups of layers is not supported: use KvcachedConnector": takes_groups
         and not keeps_all_blocks
         and config.speculative_config is not None,
@@ -185,6 +185,8 @@ def check_config(
         "--scheduling-policy fcfs, or --no-enable-prefix-caching": config.scheduler_config.policy == "priority"
         and config.cache_config.enable_prefix_caching,
         "a diffusion model computes blocks again after they are full: use no kvcached": model.is_diffusion,
+        "vLLM counts pictures instead of hashing them, so that blocks of another picture have the same keys: leave "
+        "out --no-enable-prefix-caching, or --mm-processor-cache-gb 0": _counts_media(config),
     }
     found = [reason for reason, is_so in reasons.items() if is_so]
     if found:
@@ -216,14 +218,30 @@ def check_device_memory(config: VllmConfig) -> None:
         )
 
 
+def _counts_media(config: VllmConfig) -> bool:
+    """Whether vLLM numbers the pictures of each process: it hashes them only where one of its own caches needs that."""
+    media = getattr(config.model_config, "multimodal_config", None)
+    is_hashed = media is None or media.mm_processor_cache_gb > 0 or config.cache_config.enable_prefix_caching
+    return not is_hashed
+
+
 def kv_heads(config: VllmConfig) -> int:
     """KV heads of the model, on all ranks together."""
-    model = config.model_config
+    return _heads(config.model_config)
+
+
+def _heads(model: VllmConfig) -> int:
     heads: int = 1 if model.use_mla else model.get_total_num_kv_heads()
     return heads
 
 
-def is_replicated(config: VllmConfig) -> bool:
-    """Whether every rank computes the same K and V, in a supported configuration: vLLM repeats a single head."""
+def is_replicated(config: VllmConfig, *, has_states: bool) -> bool:
+    """Whether every rank computes the same bytes of a block: vLLM repeats a single head, and divides all else.
+
+    Args:
+        config: vLLM's configuration, a supported one.
+        has_states: whether some layers keep states, which ranks divide.
+    """
     ranks: int = config.parallel_config.tensor_parallel_size
-    return kv_heads(config) == 1 < ranks
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    return kv_heads(config) == 1 < ranks and not has_states and (draft is None or _heads(draft) == 1)

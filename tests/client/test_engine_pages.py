@@ -34,6 +34,44 @@ def test_pages_are_where_the_tensors_are() -> None:
     assert (pages.blocks, pages.block_bytes) == (5, 544)
 
 
+def test_block_of_several_rows_is_one_page() -> None:
+    """Where a tensor has three rows for each block, its pages are three rows, beside a tensor with one row each."""
+    rows, states = HostTensor(kv(15)), HostTensor(np.zeros((5, 7), "float32"))
+
+    pages = EnginePages.of_tensors({"a": rows, "b": states}, 5)
+
+    assert pages.layers == ((rows.data_ptr(), 3 * 512, 3 * 512), (states.data_ptr(), 28, 28))
+    assert (pages.blocks, pages.block_bytes) == (5, 3 * 512 + 28)
+
+
+def test_fingerprint_tells_how_many_rows_a_block_has() -> None:
+    """Blocks of equal bytes in another number of rows are other blocks, and so are those of one row of their size."""
+    in_rows = [EnginePages.of_tensors({"a": HostTensor(kv(12))}, blocks).fingerprint for blocks in (3, 4, 6, 12)]
+    whole = EnginePages.of_tensors({"a": HostTensor(np.zeros((6, 2, 8, 16), "float32"))}, 6).fingerprint
+
+    assert len({*in_rows, whole}) == 5
+    assert in_rows[-1] == fingerprint(a=kv(12))
+
+
+def test_states_lie_in_pages_of_several_rows() -> None:
+    """A state in the memory of a block of attention is a part of its page, however many rows that has."""
+    memory = np.zeros(12 * 128, "float32")
+    rows = memory.reshape(12, 2, 4, 16)
+    states = memory.reshape(4, 384)[:, :100]
+
+    pages = EnginePages.of_tensors({"a": HostTensor(rows), "b": HostTensor(states)}, 4)
+
+    assert pages.layers == ((rows.ctypes.data, 3 * 512, 3 * 512),)
+
+
+def test_rows_apart_are_no_block() -> None:
+    """Rows with something else between them are no run of bytes; and tensors of other multiples differ in blocks."""
+    with pytest.raises(BadRequest, match="not contiguous"):
+        EnginePages.of_tensors({"a": HostTensor(np.zeros((12, 3, 4), "float32")[:, :2])}, 4)
+    with pytest.raises(BadRequest, match="4 and 7 blocks"):
+        EnginePages.of_tensors({"a": HostTensor(kv(12)), "b": HostTensor(kv(7))}, 4)
+
+
 def test_pages_keep_their_memory_alive() -> None:
     """Tensors that nobody else holds live as long as the pages do, and no longer."""
     tensor = HostTensor(kv())

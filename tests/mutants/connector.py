@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.shards import Shards
 from kvcached_client.engines import weights
 from kvcached_client.engines.weights import WeightReader
-from kvcached_client.vllm import interface
+from kvcached_client.vllm import interface, settings
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from kvcached_client.vllm.scheduling.store_queue import StoreQueue
@@ -132,3 +133,23 @@ def blocks_removed_by_an_old_reply(patch: pytest.MonkeyPatch) -> None:
 def changed_parameters_of_a_hook_unnoticed(patch: pytest.MonkeyPatch) -> None:
     """A newer vLLM that calls a hook with other parameters is used."""
     rewrite(patch, interface.hook_differences, "given != taken", "False")
+
+
+@caught_by(
+    "tests/vllm_connector/test_stores.py::test_what_another_connector_loads_is_stored_by_nobody_before_it_has_come"
+)
+def load_of_another_connector_taken_for_computed(patch: pytest.MonkeyPatch) -> None:
+    """A request that ends while another connector loads stores blocks that nobody has written."""
+    rewrite(patch, SchedulerSide.finished, "request.num_computed_tokens if tracked.full else 0", "10**6")
+
+
+@caught_by("tests/vllm_connector/test_settings.py::test_states_and_heads_of_a_draft_are_each_ranks_own")
+def states_taken_for_the_same_on_all_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Each rank stores a share of the states, and loads those of the others."""
+    rewrite(patch, settings.is_replicated, "and not has_states", "")
+
+
+@caught_by("tests/client/test_engine_pages.py::test_fingerprint_tells_how_many_rows_a_block_has")
+def rows_of_a_block_not_told_apart(patch: pytest.MonkeyPatch) -> None:
+    """Engines whose kernels divide a block otherwise share its bytes."""
+    rewrite(patch, EnginePages.of_tensors, "shape, strides, part.dtype", "shape[-3:], strides[-3:], part.dtype")

@@ -8,6 +8,7 @@ from kvcached.core.transfers.store_waits import store_behind
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached_client.vllm.daemon.client import Fetches
 from kvcached_client.vllm.daemon.thread import DaemonThread
+from kvcached_client.vllm.scheduling.request_state import RequestState
 from kvcached_client.vllm.scheduling.scheduler import SchedulerSide
 from kvcached_client.vllm.scheduling.store_queue import StoreQueue
 from tests.mutants.mutant import caught_by, rewrite
@@ -42,10 +43,16 @@ def vllm_keeps_the_lease_of_the_short_hit(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_CONNECTOR + "test_prefill_for_another_engine_is_offered_at_once")
 def vllm_gathers_offers_of_prefills(patch: pytest.MonkeyPatch) -> None:
     """The blocks of a prefill for another engine wait for those of other requests."""
-    rewrite(patch, StoreQueue._offer, "tracked.request.max_tokens == PREFILL_TOKENS", "False")
+    rewrite(patch, StoreQueue._offer, "tracked.is_prefill", "False")
+
+
+@caught_by(_CONNECTOR + "test_nobody_waits_for_the_offers_of_an_embedding")
+def vllm_waits_for_the_offers_of_embeddings(patch: pytest.MonkeyPatch) -> None:
+    """Each request for an embedding is taken for a prefill for another engine."""
+    rewrite(patch, RequestState.is_prefill, " and self.request.pooling_params is None", "")
 
 
 @caught_by(_CONNECTOR + "test_prefill_for_another_engine_ends_when_its_offers_are_planned")
 def vllm_answers_a_prefill_before_its_last_offer(patch: pytest.MonkeyPatch) -> None:
     """The response of a prefill leaves while its last blocks are not offered."""
-    rewrite(patch, SchedulerSide.finished, "request.max_tokens == PREFILL_TOKENS", "False")
+    rewrite(patch, SchedulerSide.finished, "tracked.is_prefill", "False")

@@ -4,7 +4,8 @@
 
 Each line of stdin is an engine to run: a JSON object with `options` of `vllm.LLM`, with `on_device`, whether its KV
 cache is memory of the fake CUDA device, with `is_async`, whether it schedules ahead as on GPUs, with `is_patient`,
-whether each step waits for the stores of those before it, and with `turns`. A turn is a list of prompts, which are
+whether each step waits for the stores of those before it, with `kernel_tokens`, the tokens of a block that attention
+takes (0 = as many as a block has), and with `turns`. A turn is a list of prompts, which are
 answered at the same time. vLLM forgets its own prefix cache before each turn. The reply is a line of stdout: a list
 with a list of answers for each turn; an answer is an object with `tokens`, `logprobs` and `cached`. The engine has
 ended then. stderr gets vLLM's log. Runs in vLLM's environment.
@@ -73,7 +74,11 @@ def run(work: dict[str, Any], writer: int) -> int:
             let_stores_keep_up()
         if work["is_async"]:
             vllm_stand_ins.switch_on_async_scheduling()
+        if tokens := work["kernel_tokens"]:
+            vllm_stand_ins.take_blocks_of(tokens)
         engine = LLM(**work["options"])
+        if tokens:
+            assert rows_of_a_block(engine) == engine.llm_engine.vllm_config.cache_config.block_size // tokens
         assert (engine.llm_engine.engine_core.engine_core.batch_queue is not None) == work["is_async"]
         if "kv_transfer_config" in work["options"]:
             wait_for_daemon(engine)
@@ -88,6 +93,13 @@ def run(work: dict[str, Any], writer: int) -> int:
         if engine is not None:
             engine.llm_engine.engine_core.shutdown()
     return 0
+
+
+def rows_of_a_block(engine: LLM) -> int:
+    """How many rows each of vLLM's blocks has in the tensors of attention. Those of states have one."""
+    (caches,) = engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
+    rows = max(int(each.shape[0]) for each in caches if not isinstance(each, list))
+    return rows // int(engine.llm_engine.vllm_config.cache_config.num_gpu_blocks)
 
 
 def put_on_device() -> None:

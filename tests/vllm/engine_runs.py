@@ -63,6 +63,7 @@ class EngineRuns:
         on_device: bool = False,
         is_async: bool = False,
         is_patient: bool = False,
+        kernel_tokens: int = 0,
         **options: Any,
     ) -> list[list[Answer]]:
         """The answers of a new engine to some turns of prompts; it has ended on return.
@@ -74,6 +75,7 @@ class EngineRuns:
             on_device: its KV cache is memory of the fake CUDA device.
             is_async: it decides on a step before it has the output of the last one, as vLLM does on GPUs.
             is_patient: its steps wait for the stores of those before them, however slow the daemon is.
+            kernel_tokens: of blocks that its attention takes, of which each of its blocks is several; 0 = one.
             options: of `vllm.LLM`.
 
         Raises:
@@ -86,7 +88,7 @@ class EngineRuns:
             }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        kind = {"on_device": on_device, "is_async": is_async, "is_patient": is_patient}
+        kind = {"on_device": on_device, "is_async": is_async, "is_patient": is_patient, "kernel_tokens": kernel_tokens}
         work = {"options": all_options, "turns": turns} | kind
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()

@@ -13,7 +13,7 @@ from tests.project.source_tree import ROOT
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE, ROUNDING, largest_difference, random_tokens
 from tests.vllm.engine_runs import Answer, EngineRuns, engine_runs
-from tests.vllm.server import interpreter
+from tests.vllm.server import environment, interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -31,9 +31,9 @@ ALONE = [[prompt] for prompt in PROMPTS]
 class Kind(NamedTuple):
     """A kind of engine: the model's family, options of vLLM, and tokens and blocks of which a hit is a multiple.
 
-    With few blocks it is patient: a quarter of them may be held, and what a slow daemon leaves is not stored. It is not
-    exact where vLLM's kernels add in another order when a part of the prompt is there: on CPUs without AVX-512 they do
-    so for wide heads.
+    With few blocks it is patient: a quarter of them may be held, and what a slow daemon leaves is not stored. Kernels
+    may take fewer tokens than a block has. It is not exact where vLLM's kernels add in another order when a part of the
+    prompt is there: on CPUs without AVX-512 they do so for wide heads.
     """
 
     family: str
@@ -41,7 +41,13 @@ class Kind(NamedTuple):
     unit: int = BLOCK_SIZE
     blocks: int = 2
     is_patient: bool = False
+    kernel_tokens: int = 0
     is_exact: bool = True
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """Arguments of `EngineRuns.run`."""
+        return {"is_patient": self.is_patient, "kernel_tokens": self.kernel_tokens}
 
     def hit(self, tokens: int) -> int:
         """The longest hit of a prompt of so many tokens: the last token is computed."""
@@ -59,6 +65,9 @@ KINDS = {
     "windows only": Kind("mistral", {}, blocks=1),
     "attention sinks": Kind("gpt_oss", {"load_format": "dummy"}),
     "chunks": Kind("llama4", {}),
+    "kernels of half a block": Kind(
+        "mistral", {"hf_overrides": {"sliding_window": None}}, blocks=1, kernel_tokens=BLOCK_SIZE // 2
+    ),
     "two shards": Kind("gemma3", {"tensor_parallel_size": 2}),
     "few blocks": Kind("gemma3", {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 96}, is_patient=True),
 }
@@ -89,11 +98,11 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
     script = ("-m", "tests.vllm.tiny_hybrid", tmp_path, kind.family, "--window", str(WINDOW))
     subprocess.run([interpreter(), *script], cwd=ROOT, check=True)
     model = tmp_path / "model"
-    expected = [turn[0] for turn in runs.run(model, ALONE, **kind.options)]
+    expected = [turn[0] for turn in runs.run(model, ALONE, kernel_tokens=kind.kernel_tokens, **kind.options)]
     hits = [kind.hit(len(prompt)) for prompt in PROMPTS]
     shared = SHARED * BLOCK_SIZE // kind.unit * kind.unit
 
-    first = runs.run(model, [*ALONE, *ALONE], name=name, is_patient=kind.is_patient, **kind.options)
+    first = runs.run(model, [*ALONE, *ALONE], name=name, **kind.run, **kind.options)
     answers = [turn[0] for turn in first]
     assert_same(answers, expected + expected, is_exact=kind.is_exact)
     assert [answer.cached for answer in answers] == [0] * len(LENGTHS) + [shared, *hits]
@@ -105,7 +114,7 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
             daemon.stop()
             daemon.start()
             daemon.until_storage()
-        again = runs.run(model, [*ALONE, PROMPTS], name=name, is_patient=kind.is_patient, **kind.options)
+        again = runs.run(model, [*ALONE, PROMPTS], name=name, **kind.run, **kind.options)
         answers = [turn[0] for turn in again[:-1]]
         assert_same(answers, expected, is_exact=kind.is_exact)
         on_disk = [kind.hit_on_disk(len(prompt)) for prompt in PROMPTS]
@@ -113,6 +122,27 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
         assert [answer.tokens for answer in again[-1]] == [answer.tokens for answer in expected]
         assert [answer.cached for answer in again[-1]] == hits
         daemon.until_idle()
+
+
+#: Asks of kinds of layers whether vLLM keeps all blocks of a prompt for them.
+CHECKS = """
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SlidingWindowSpec
+from kvcached_client.vllm.groups import keeps_all_blocks
+
+shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+whole = [FullAttentionSpec(**shape), MLAAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=4096)]
+parts = [RSWASpec(**shape, rswa_window=32), SlidingWindowSpec(**shape, sliding_window=64)]
+print([keeps_all_blocks(spec, 4096) for spec in [*whole, *parts]])
+"""
+
+
+def test_attention_to_parts_of_a_prompt_keeps_no_whole_prompts() -> None:
+    """Windows that slide while a request runs leave blocks behind, also where vLLM calls them full attention."""
+    done = subprocess.run(
+        [interpreter(), "-P", "-c", CHECKS], env=environment(None), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[True, True, True, False, False]"
 
 
 def assert_same(answers: list[Answer], expected: list[Answer], *, is_exact: bool = True) -> None:

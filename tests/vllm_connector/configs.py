@@ -20,6 +20,7 @@ def vllm_config(**changes: Any) -> Any:
         use_mla=False,
         is_diffusion=False,
         enable_sleep_mode=False,
+        multimodal_config=None,
         get_total_num_kv_heads=lambda: 2,
         hf_config=SimpleNamespace(config={"hidden_size": 128, "_name_or_path": "acme/llama"}),
     )

@@ -50,6 +50,7 @@ class FakeRequest:
         self.tokens = list(tokens)
         self.num_prompt_tokens = len(self.tokens)
         self.max_tokens = 16
+        self.pooling_params: object | None = None
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.skip_reading_prefix_cache = skip_reading

@@ -65,6 +65,8 @@ def test_same_engine_same_keyspace(model: Path) -> None:
         {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
         {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"device_config__device_type": "cuda"},
+        {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_normalize": False})},
+        {"model_config__multimodal_config": SimpleNamespace(video_pruning_rate=0.5)},
         {"load_config__load_format": "dummy"},
         {"load_config__model_loader_extra_config": {"qlora_adapter_name_or_path": "/adapters/a"}},
     ],
@@ -81,6 +83,7 @@ def test_what_changes_blocks_changes_the_keyspace(model: Path, changes: dict[str
         {"model_config__seed": 5},
         {"model_config__revision": "abc"},
         {"model_config__max_model_len": 2048},
+        {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={}, mm_processor_cache_gb=4)},
         {"parallel_config__tensor_parallel_size": 2},
     ],
 )
@@ -90,6 +93,19 @@ def test_what_leaves_blocks_alone_keeps_the_keyspace(model: Path, changes: dict[
     The root of the namespace has the number of ranks, and storage may hold blocks for any number.
     """
     assert of_model(model, **changes) == of_model(model)
+
+
+@pytest.mark.parametrize(("dtype", "counts"), [("torch.bfloat16", True), ("torch.float32", False)])
+def test_kernels_of_the_processor_count(
+    model: Path, dtype: str, counts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where vLLM's kernels for matrix tiles keep the bytes of a block in another order, engines share nothing."""
+    keyspaces, told = set(), tmp_path / "cpuinfo"
+    monkeypatch.setattr("kvcached_client.vllm.identity._CPU_INFO", told)
+    for flags in ("fpu avx2 avx512f", "fpu avx2 avx512f amx_bf16 amx_tile"):
+        told.write_text(f"flags : {flags}\n")
+        keyspaces.add(of_model(model, model_config__dtype=dtype))
+    assert len(keyspaces) == 1 + counts
 
 
 def test_weights_count(model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,17 @@ def test_priorities_are_taken_where_vllm_has_no_cache_of_its_own() -> None:
     check_config(config, cache_config(), keeps_all_blocks=True)
 
 
+@pytest.mark.parametrize(
+    ("cache_gb", "has_prefixes", "is_refused"), [(0, False, True), (0, True, False), (4, False, False)]
+)
+def test_pictures_that_vllm_counts_are_refused(cache_gb: float, has_prefixes: bool, is_refused: bool) -> None:
+    """With neither of its caches, vLLM gives each process's first picture the same name, whatever is in it."""
+    media = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config = vllm_config(model_config__multimodal_config=media, cache_config__enable_prefix_caching=has_prefixes)
+    with pytest.raises(ValueError, match="--mm-processor-cache-gb") if is_refused else nullcontext():
+        check_config(config, cache_config(), keeps_all_blocks=True)
+
+
 @pytest.mark.parametrize("groups", [0, 2])
 def test_hybrid_models_are_refused(groups: int) -> None:
     """Several groups of layers with caches of their own are refused: vLLM makes them one where that is possible."""
@@ -223,4 +235,17 @@ def test_blocks_are_the_same_on_all_ranks_where_there_is_one_head(
     """Only an only head, or latent attention, is computed alike by every one of several ranks."""
     config = vllm_config(model_config__use_mla=use_mla, parallel_config__tensor_parallel_size=ranks)
     config.model_config.get_total_num_kv_heads = lambda: heads
-    assert is_replicated(config) is expected
+    assert is_replicated(config, has_states=False) is expected
+
+
+def test_states_and_heads_of_a_draft_are_each_ranks_own() -> None:
+    """Beside an only head, ranks divide states, and the heads of a draft model: their blocks differ."""
+    config = vllm_config(parallel_config__tensor_parallel_size=2)
+    config.model_config.get_total_num_kv_heads = lambda: 1
+    draft = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1)
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+
+    assert is_replicated(config, has_states=False)
+    assert not is_replicated(config, has_states=True)
+    draft.get_total_num_kv_heads = lambda: 2
+    assert not is_replicated(config, has_states=False)

@@ -20,7 +20,7 @@ from kvcached_client.vllm.daemon.commands import (
     Release,
     Seek,
 )
-from kvcached_client.vllm.scheduling.store_queue import PREFILL_TOKENS
+from kvcached_client.vllm.scheduling.request_state import PREFILL_TOKENS
 from kvcached_client.vllm.settings import PrefetchMode
 from tests.vllm_connector.link_rig import (
     GONE,
@@ -192,6 +192,19 @@ def test_prefill_for_another_engine_ends_when_its_offers_are_planned() -> None:
     rig.finish(request, blocks)
 
     assert (len(rig.link.waits), rig.link.taken(Offer), len(rig.link.taken(Release))) == (1, [], 1)
+
+
+def test_nobody_waits_for_the_offers_of_an_embedding() -> None:
+    """VLLM asks for one token with every request for an embedding: no other engine waits for its blocks."""
+    rig = Rig()
+    request = rig.arrive("r", 4 * BLOCK + 1)
+    request.max_tokens, request.pooling_params = PREFILL_TOKENS, object()
+    rig.found(0)
+    rig.matched(request)
+    blocks = rig.start(request, 0, 4 * BLOCK + 1)
+    rig.finish(request, blocks)
+
+    assert (rig.link.waits, len(rig.link.taken(Offer)), rig.link.hurries) == ([], 1, 0)
 
 
 @pytest.mark.parametrize(("max_tokens", "hurries"), [(PREFILL_TOKENS, True), (16, False)])

@@ -315,3 +315,18 @@ def test_idle_engine_lets_no_offer_wait() -> None:
     assert rig.link.hurries == 0
     rig.idle()
     assert rig.link.hurries == 1
+
+
+def test_what_another_connector_loads_is_stored_by_nobody_before_it_has_come() -> None:
+    """A request that ends before its first step has blocks that vLLM counts as computed, and nobody has written."""
+    rig = Rig()
+    request = rig.arrive("r", 4 * BLOCK + 1)
+    rig.found(1)
+    rig.matched(request)
+    blocks = rig.blocks(5)
+    rig.side.allocated(request, [blocks], 0)  # as `MultiConnector` tells it where another connector has more
+    request.num_computed_tokens = 4 * BLOCK
+    rig.idle()
+    rig.finish(request, blocks[:4])
+
+    assert (rig.link.taken(Offer), len(rig.link.taken(Release)), rig.held) == ([], 1, [])

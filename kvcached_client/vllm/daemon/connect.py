@@ -13,31 +13,45 @@ from kvcached_client.blocks.host_layout import host_parts
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
 from kvcached_client.transport.run_dir import default_run_dir
+from kvcached_client.vllm.groups import has_states
 from kvcached_client.vllm.identity import Identity
 from kvcached_client.vllm.messages import KvcachedPages
-from kvcached_client.vllm.settings import Settings, VllmConfig, is_replicated
+from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig, is_replicated
 
 log = logging.getLogger("vllm.kvcached")
 
 
-def common_layout(pages: Mapping[int, KvcachedPages], config: VllmConfig) -> OffloadLayout:
+def common_layout(told: Mapping[int, object], config: VllmConfig, cache: KvCacheConfig) -> OffloadLayout:
     """The layout that is declared to the daemon.
+
+    Args:
+        told: what the workers have told of their blocks, by rank.
+        config: vLLM's configuration.
+        cache: its groups of layers.
 
     Raises:
         ValueError: the blocks of the workers differ, or a worker has not described its blocks.
     """
+    pages = {rank: each for rank, each in told.items() if isinstance(each, KvcachedPages)}
+    if others := {type(each).__name__ for rank, each in told.items() if rank not in pages}:
+        raise ValueError(
+            f"the workers have told of {', '.join(sorted(others))} instead of their KV tensors: MultiConnector hands "
+            "on what the first of its connectors tells; use none beside kvcached that tells something"
+        )
     shards = config.parallel_config.tensor_parallel_size
     if sorted(pages) != list(range(shards)):
         raise ValueError(f"of {shards} workers, ranks {sorted(pages)} have told of their KV tensors")
     kinds = {(each.block_bytes, each.fingerprint, each.canonical) for each in pages.values()}
     if len(kinds) > 1:
-        told = ", ".join(
+        words = ", ".join(
             f"rank {rank}: {each.block_bytes} bytes, {each.fingerprint.hex()}" for rank, each in sorted(pages.items())
         )
         raise ValueError(
-            f"the workers' blocks differ ({told}): choose a tensor_parallel_size that divides the model's KV heads"
+            f"the workers' blocks differ ({words}): choose a tensor_parallel_size that divides the model's KV heads"
         )
-    (block_bytes, fingerprint, canonical), replicated = kinds.pop(), is_replicated(config)
+    block_bytes, fingerprint, canonical = kinds.pop()
+    states = any(has_states(group.kv_cache_spec) for group in cache.kv_cache_groups)
+    replicated = is_replicated(config, has_states=states)
     if canonical is not None and not canonical.divides(block_bytes, host_parts(shards, replicated=replicated)):
         canonical = None  # its pieces are too small: the daemon would refuse it
     return OffloadLayout(config.cache_config.block_size, shards, block_bytes, fingerprint, replicated, canonical)

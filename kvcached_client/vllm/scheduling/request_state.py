@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from kvcached_client.offload import PreparedLoad
 from kvcached_client.types import LeaseId
 from kvcached_client.vllm.scheduling.wishes import NO_WISHES, Wishes
+
+#: The output of a request that is a prefill for another engine, as proxies ask for it. That engine gets the prompt as
+#: soon as this token is there, so that offers do not wait for others.
+PREFILL_TOKENS: Final = 1
 
 
 class Request(Protocol):
@@ -29,6 +33,10 @@ class Request(Protocol):
     @property
     def max_tokens(self) -> int:
         """Tokens of output at most."""
+
+    @property
+    def pooling_params(self) -> object | None:
+        """What an embedding or a score is asked for with; None = output is generated."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -268,6 +276,11 @@ class RequestState:
     def loadable(self) -> int:
         """Number of blocks of the chain in the prepared load."""
         return 0 if self.load is None else len(self.load.slots) - self.states
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the request is computed for another engine. Those for embeddings have one token of output, too."""
+        return self.request.max_tokens == PREFILL_TOKENS and self.request.pooling_params is None
 
     @property
     def is_preempted(self) -> bool:

@@ -34,7 +34,7 @@ from kvcached_client.vllm.scheduling.leases import Leases
 from kvcached_client.vllm.scheduling.loads import OrderedLoad, order_load
 from kvcached_client.vllm.scheduling.request_state import BlockPool, Request, RequestState, Step
 from kvcached_client.vllm.scheduling.states import completed_states
-from kvcached_client.vllm.scheduling.store_queue import PREFILL_TOKENS, StoreQueue
+from kvcached_client.vllm.scheduling.store_queue import StoreQueue
 from kvcached_client.vllm.scheduling.stores import Stores
 from kvcached_client.vllm.scheduling.waiting import Patience, PrefillMeter, prompt_tokens
 from kvcached_client.vllm.scheduling.wishes import WishLog, read_wishes
@@ -208,14 +208,14 @@ class SchedulerSide:
         tracked = self._by_id.get(request.request_id)
         if tracked is None:
             return None
-        if request.max_tokens == PREFILL_TOKENS:
+        if tracked.is_prefill:
             self._await_offers(tracked)
         del self._by_id[request.request_id]
         self._leases.drop_load(tracked)
         tracked.block_ids = list(block_ids)
         if tracked.wishes.share:
-            # The blocks of a load in flight are in the hit.
-            tracked.full = tracked.due = self._full_blocks(tracked, request.num_computed_tokens)
+            # Before its first step, what counts for computed is a load in flight: of the hit, or another connector's.
+            tracked.full = tracked.due = self._full_blocks(tracked, request.num_computed_tokens if tracked.full else 0)
         tracked.is_finished = True
         self._store_queue.finish(tracked)
         return tracked.wishes.report()

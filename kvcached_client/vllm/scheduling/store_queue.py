@@ -21,9 +21,6 @@ from kvcached_client.vllm.scheduling.stores import PendingStore, Stores
 
 #: Stores that hold blocks at once. Further offers wait while their requests live.
 STORES_MAX: Final = 64
-#: The output of a request that is a prefill for another engine, as proxies ask for it. That engine gets the prompt as
-#: soon as this token is there, so that offers do not wait for others.
-PREFILL_TOKENS: Final = 1
 #: Blocks of one offer: a long prompt is stored in parts, and holds no more blocks than this at a time.
 OFFER_BLOCKS_MAX: Final = 1024
 
@@ -273,7 +270,7 @@ class StoreQueue:
         tracked.offered = start + len(blocks)
         tracked.recomputed_from = None
         self._watch_held()
-        if tracked.request.max_tokens == PREFILL_TOKENS:
+        if tracked.is_prefill:
             self._link.hurry()
         first, held = start - len(recomputed), recomputed + blocks
         self._stores.offered(offer.ticket, PendingStore(tracked, tracked.preemptions, tracked.session, first, held))

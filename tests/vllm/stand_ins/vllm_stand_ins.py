@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 
 def switch_on_async_scheduling() -> None:
@@ -28,6 +29,15 @@ def switch_on_async_scheduling() -> None:
     found.Event = found.cuda.Event = found.cuda.Stream = _Nothing
     found.cuda.current_stream = lambda *_: _Nothing()
     found.cuda.stream = lambda *_: contextlib.nullcontext()
+
+
+def take_blocks_of(tokens: int) -> None:
+    """Attention takes blocks of so many tokens alone, as FlashInfer and FlashMLA do.
+
+    VLLM divides larger ones: each has several rows of a layer's tensor then.
+    """
+    found: Any = CPUAttentionBackend
+    found.get_supported_kernel_block_sizes = staticmethod(lambda *_: [tokens])
 
 
 class _Nothing:
