@@ -17,6 +17,7 @@ from kvcached.process.peer import PeerProcess
 from kvcached.process.seqpacket import Packet, peer_credentials, peer_groups, receive, send
 from kvcached.server.connections import ConnectionLimits, Connections, no_descriptors
 from kvcached.server.listener import Listener, remove_stale
+from kvcached.server.turns import Turns
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import (
@@ -120,6 +121,7 @@ class AttachServer:
         self._listener: Listener[_Connection] | None = None
         self._limits = ConnectionLimits.within(CONNECTIONS_MAX, DESCRIPTORS_SHARE)
         self._connections: Connections[_Connection] = Connections("attach", self._limits, self._drop, access)
+        self._turns = Turns(self._on_readable)
         self._watched: set[PeerProcess] = set()
         self._claims: set[asyncio.Task[None]] = set()
         self.refusals: Counter[ErrorCode] = Counter()
@@ -144,6 +146,7 @@ class AttachServer:
             self._drop(connection)
         for peer in list(self._watched):
             self.forget(peer)
+        self._turns.close()
 
     def forget(self, peer: PeerProcess) -> None:
         """Stop watching a process and close its pidfd.
@@ -165,7 +168,7 @@ class AttachServer:
         grants = self._connections.access.grants(credentials, peer_groups(accepted))
         connection = _Connection(accepted, grants)
         self._connections.open(connection, credentials, grants, accepted.fileno())
-        self._loop.add_reader(accepted.fileno(), self._on_readable, connection)
+        self._turns.watch(connection, accepted.fileno(), credentials.user)
 
     def _on_readable(self, connection: _Connection) -> None:
         try:
@@ -304,7 +307,7 @@ class AttachServer:
         if descriptor < 0:
             return
         self._connections.close(connection)
-        self._loop.remove_reader(descriptor)
+        self._turns.unwatch(descriptor)
         connection.socket.close()
         peer, connection.peer = connection.peer, None
         if peer is None:

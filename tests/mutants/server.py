@@ -10,6 +10,7 @@ from kvcached.server.connections import Connections
 from kvcached.server.held import HeldBytes
 from kvcached.server.pauses import Pauses
 from kvcached.server.rpc import RpcServer
+from kvcached.server.turns import Turns
 from kvcached_client.protocol.curve import CurveReader, CurveServer
 from tests.mutants.mutant import caught_by, rewrite
 
@@ -123,3 +124,9 @@ def refusals_forgotten_with_their_connection(patch: pytest.MonkeyPatch) -> None:
 def refused_requests_cost_nothing(patch: pytest.MonkeyPatch) -> None:
     """A process that sends small requests to be refused, on and on, takes the daemon's time."""
     rewrite(patch, RpcServer._refuse, "max(REFUSED_REQUEST_BYTES, sum(map(len, parts)))", "sum(map(len, parts))")
+
+
+@caught_by("tests/attach/test_turns.py::test_connections_of_a_user_take_turns_with_everybody_else")
+def attach_connections_without_turns(patch: pytest.MonkeyPatch) -> None:
+    """All connections of a user that have something are served before anybody else."""
+    rewrite(patch, Turns._on_ready, "and owner not in served", "")
