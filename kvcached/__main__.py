@@ -5,19 +5,54 @@ Imports nothing but the standard library at first, so that Ctrl-C ends it in ord
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
 from types import FrameType
+from typing import cast
 
 
 def run() -> None:
     """Run the command line. SIGINT ends it with status 130 and without a traceback, wherever it is."""
     _open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _told(sys.stdout)
     signal.signal(signal.SIGINT, _end)
     from kvcached.cli.main import main  # noqa: PLC0415 - takes a tenth of a second, in which Ctrl-C may come
+    from kvcached.cli.options import ExitCode, fail  # noqa: PLC0415 - as above
 
-    main()
+    try:
+        main()
+    except _OutputLost as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit tries to write the rest
+        fail(ExitCode.USAGE, f"the output cannot be written: {error}")
+
+
+class _OutputLost(Exception):
+    """What a command prints could not be written. No `OSError`: commands expect these of other files."""
+
+
+class _Stdout(io.FileIO):
+    def write(self, data: object, /) -> int:
+        try:
+            return super().write(cast("bytes", data))
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads it: click ends the command without a word
+                raise
+            raise _OutputLost(error.strerror) from error
+
+
+def _told(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same stream, with an error of its own."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Stdout(stdout.fileno(), "w", closefd=False)),
+        stdout.encoding,
+        stdout.errors,
+        line_buffering=stdout.line_buffering,
+        write_through=stdout.write_through,
+    )
 
 
 def _open_missing_streams() -> None:

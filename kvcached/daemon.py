@@ -7,7 +7,6 @@ started before it is ended, and nothing half-started stays.
 from __future__ import annotations
 
 import asyncio
-import errno
 import faulthandler
 import fnmatch
 import logging
@@ -57,7 +56,7 @@ from kvcached.service.offload.admission import HostShare
 from kvcached.service.replica import Replica
 from kvcached.service.service import Service
 from kvcached.service.state_writer import StatePlace
-from kvcached.start_errors import LedgerUnusable, StartError, start_error
+from kvcached.start_errors import EVENTS, HTTP, TCP, LedgerUnusable, StartError, start_error
 from kvcached.stopping import Stop
 from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
 from kvcached.storage.process import MODULE as STORAGE_MODULE
@@ -193,7 +192,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
             service.wait_for_device(name)
         news.tell_to(service)
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
-        await start_events(config, cache, service, parts)
+        await _open_events(config, cache, service, parts, is_takeover=is_takeover)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
         _open_tcp(config, service, parts, is_takeover=is_takeover)  # first: at the end it sends the last replies
         _open_sockets(config, service, attach, parts)
@@ -299,6 +298,20 @@ def _open_sockets(config: Config, service: Service, attach: AttachServer, parts:
     service.health.sockets = [SocketFile.at(path) for path in paths]
 
 
+async def _open_events(
+    config: Config, cache: Cache, service: Service, parts: AsyncExitStack, *, is_takeover: bool
+) -> None:
+    """Publish events, if that is configured. A takeover goes on without, as in `_open_http`.
+
+    Raises:
+        OSError: an endpoint cannot be bound.
+    """
+    try:
+        await start_events(config, cache, service, parts)
+    except OSError as error:
+        EVENTS.stay_closed(error, is_takeover=is_takeover)
+
+
 def _open_http(
     config: Config, service: Service, attach: AttachServer, parts: AsyncExitStack, *, is_takeover: bool
 ) -> None:
@@ -306,22 +319,20 @@ def _open_http(
 
     Raises:
         OSError: the address cannot be bound.
+        RequestError: a package is missing.
     """
     if config.http is None:
         return
-    from kvcached.monitoring.pages import DaemonPages, HostSize  # noqa: PLC0415 - needs an extra
-    from kvcached.server.http import HttpServer  # noqa: PLC0415 - as above
-
-    size = HostSize() if config.host is None else HostSize(config.host.slabs, config.host.slab_bytes)
-    http = HttpServer(config.http.address, DaemonPages(service, size, attach.refusals), attach.access)
     try:
+        from kvcached.monitoring.pages import DaemonPages, HostSize  # noqa: PLC0415 - needs an extra
+        from kvcached.server.http import HttpServer  # noqa: PLC0415 - as above
+
+        size = HostSize() if config.host is None else HostSize(config.host.slabs, config.host.slab_bytes)
+        http = HttpServer(config.http.address, DaemonPages(service, size, attach.refusals), attach.access)
+        parts.callback(http.close)
         http.start()
-    except OSError as error:
-        if not is_takeover:
-            hint = "; under systemd see configs/http.conf" if error.errno == errno.EAFNOSUPPORT else ""
-            raise OSError(error.errno, f"[http] listen: {error.strerror}{hint}") from error
-        log.error("[http] listen: %s; there are no metrics until the next start", error.strerror)  # noqa: TRY400
-    parts.callback(http.close)
+    except (OSError, ImportError) as error:
+        HTTP.stay_closed(error, is_takeover=is_takeover)
 
 
 def _open_tcp(config: Config, service: Service, parts: AsyncExitStack, *, is_takeover: bool) -> None:
@@ -329,24 +340,18 @@ def _open_tcp(config: Config, service: Service, parts: AsyncExitStack, *, is_tak
 
     Raises:
         OSError: the address cannot be bound.
-        RequestError: the key file cannot be used.
+        RequestError: the key file cannot be used, or a package is missing.
     """
     if config.tcp is None:
         return
-    from kvcached.server.tcp import TcpDoor  # noqa: PLC0415 - needs an extra
-
     try:
+        from kvcached.server.tcp import TcpDoor  # noqa: PLC0415 - needs an extra
+
         rpc = RpcServer(TcpDoor(config.tcp), service)
         parts.callback(rpc.close)
         rpc.start(asyncio.get_running_loop())
-    except (OSError, RequestError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        if not is_takeover and isinstance(error, OSError):
-            hint = "; under systemd see configs/tcp.conf" if error.errno == errno.EAFNOSUPPORT else ""
-            raise OSError(error.errno, f"[tcp] listen: {why}{hint}") from error
-        if not is_takeover:
-            raise
-        log.error("[tcp]: %s; other machines are not served until the next start", why)  # noqa: TRY400
+    except (OSError, ImportError, RequestError) as error:
+        TCP.stay_closed(error, is_takeover=is_takeover)
     else:
         log.info("other machines are served at %s: %d keys are let in", rpc.endpoint, len(config.tcp.client))
 

@@ -10,14 +10,13 @@ from kvcached.core.cache import Cache
 from kvcached.events.server import Endpoints, EventServer
 from kvcached.events.stream import EventStream
 from kvcached.service.service import Service
-from kvcached_client.transport.run_dir import EVENTS_SOCKET_NAME, REPLAY_SOCKET_NAME, socket_path
 
 
 async def start_events(config: Config, cache: Cache, service: Service, parts: AsyncExitStack) -> None:
     """Publish what changes in the index from now on, if the configuration says so.
 
     Raises:
-        OSError: an endpoint cannot be bound.
+        OSError: an endpoint cannot be bound; nothing is published, and the text begins with the key in `[events]`.
     """
     table = config.events
     if table is None:
@@ -26,13 +25,12 @@ async def start_events(config: Config, cache: Cache, service: Service, parts: As
         cache.index_changes, cache.announced, topic=table.topic, epoch=cache.epoch, buffer_bytes=table.buffer_bytes,
         now_s=time.time,
     )  # fmt: skip
-    server = EventServer(
-        stream,
-        Endpoints(
-            table.endpoint or f"ipc://{socket_path(config.run_dir, EVENTS_SOCKET_NAME)}",
-            table.replay_endpoint or f"ipc://{socket_path(config.run_dir, REPLAY_SOCKET_NAME)}",
-        ),
-    )
+    server = EventServer(stream, Endpoints(*table.endpoints(config.run_dir)))
     parts.callback(server.close)
-    await server.start()
+    try:
+        await server.start()
+    except OSError:
+        server.close()
+        service.index_changed = cache.index_changes.clear  # nobody takes them
+        raise
     service.index_changed = server.poke

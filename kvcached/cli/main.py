@@ -33,6 +33,7 @@ from kvcached.cli.events import events
 from kvcached.cli.explain import explain
 from kvcached.cli.options import (
     EPILOG,
+    INTERVAL_S,
     ExitCode,
     Remote,
     ask,
@@ -196,7 +197,7 @@ def check(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     "--watch",
     "interval_s",
     metavar="SECONDS",
-    type=click.FloatRange(0.1, 3600),
+    type=INTERVAL_S,
     show_default="once",
     help="Print hits, blocks and bytes of each so many seconds, a line each, until Ctrl-C.",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -43,12 +44,27 @@ _MEANINGS = {
     ExitCode.OK: "success; health and checks found no problem",
     ExitCode.UNHEALTHY: "a problem was found: unhealthy, violations, differing outputs, a failed check of doctor,"
     " or something left at a deadline",
-    ExitCode.USAGE: "wrong usage or configuration; nothing was started",
+    ExitCode.USAGE: "wrong usage or configuration, or output that cannot be written; nothing was started",
     ExitCode.START_FAILED: "the start failed; every process that was started has ended",
     ExitCode.UNREACHABLE: "no daemon answered in time",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C; a demo also by SIGTERM (143) or SIGHUP (129)",
 }
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"{code.value:>5}  {code.meaning}" for code in ExitCode)
+
+
+class Seconds(click.FloatRange):
+    """A time between two questions to a daemon. click's own range lets NaN pass."""
+
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or wrong usage."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no number of seconds", param, ctx)
+        return float(number)
+
+
+#: Between two questions to a daemon.
+INTERVAL_S: Final = Seconds(0.1, 3600)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.", show_default=True)
 run_dir_option = click.option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,11 @@ _CONFIGURATION: Final = "kvcached.toml"
 #: What the shipped files say, and `init` says otherwise.
 _SHIPPED_COMMAND: Final = "/opt/kvcached/bin/kvcached serve --config /etc/kvcached/kvcached.toml"
 _SHIPPED_DISK: Final = "/var/cache/kvcached"
+#: Below it, a unit names what may be written although it may write nowhere.
+_READ_ONLY: Final = "ProtectSystem=strict\n"
+_HIDES: Final = "ProtectHome= and PrivateTmp= of the unit hide from the daemon"
+#: What they hide.
+_HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - nothing is made there
 
 _VLLM: Final = """\
 python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config '{"kv_connector": "KvcachedConnector",
@@ -56,13 +62,22 @@ def init(engine: str, disk: Path | None, directory: Path, *, force: bool) -> Non
         )
     directory = directory.absolute()
     configuration = directory / _CONFIGURATION
+    for path in (configuration, disk):
+        if path is not None and not str(path).isprintable():
+            fail(ExitCode.USAGE, f"{str(path)!r} has characters that no unit can name; give another directory")
     name = {"vllm": "offload-cpu.toml" if disk is None else "offload-disk.toml", "engine": "cpu-tp1.toml"}[engine]
     text = _shipped(name).replace(f"configs/{name}", str(configuration))
-    if disk is not None:
-        text = text.replace(_SHIPPED_DISK, str(disk.absolute()))
     command = Path(sys.executable).with_name("kvcached")
-    unit = _shipped(_UNIT).replace(_SHIPPED_COMMAND, f"{_quoted(command)} serve --config {_quoted(configuration)}")
+    unit = _shipped(_UNIT).replace(
+        _SHIPPED_COMMAND, f"{_in_command(command)} serve --config {_in_command(configuration)}"
+    )
+    used = [configuration, command, Path(sys.executable).resolve()]
+    if disk is not None:
+        text, unit = _with_disk(text, unit, disk.absolute())
+        used.append(disk.absolute())
     _write({configuration: text, directory / _UNIT: unit}, force=force)
+    for path in _hidden(used):
+        click.echo(f"kvcached: warning: {_HIDES} {path}: move it, or change the unit", err=True)
     click.echo(_next_steps(configuration, engine))
 
 
@@ -70,9 +85,32 @@ def _shipped(name: str) -> str:
     return next(folder / name for folder in _SHIPPED if folder.is_dir()).read_text()
 
 
-def _quoted(path: Path) -> str:
+def _with_disk(text: str, unit: str, disk: Path) -> tuple[str, str]:
+    """A configuration and a unit with storage in this directory instead of the shipped one."""
+    from kvcached.config.report import toml_value
+
+    text = text.replace(f'"{_SHIPPED_DISK}"', toml_value(str(disk)))
+    if not disk.resolve().is_relative_to(_SHIPPED_DISK):
+        note = "# The directory of [storage.settings]: make it before the first start, for the daemon's user alone.\n"
+        unit = unit.replace(_READ_ONLY, f"{_READ_ONLY}{note}ReadWritePaths={_quoted(disk)}\n")
+    return text, unit
+
+
+def _hidden(paths: list[Path]) -> Iterator[Path]:
+    """Those that a daemon under the unit does not see, each once."""
+    for path in dict.fromkeys(paths):
+        if any(each.is_relative_to(hidden) for each in (path, path.resolve()) for hidden in _HIDDEN):
+            yield path
+
+
+def _in_command(path: Path) -> str:
     """A path as one word of a systemd command line."""
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return _quoted(path).replace("$", "$$")
+
+
+def _quoted(path: Path) -> str:
+    """A path as one word of a systemd unit."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return text if text.isascii() and not set(text) & set(" \t'\"\\;") else f'"{text}"'
 
 

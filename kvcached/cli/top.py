@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
-from kvcached.cli.options import EPILOG, ask, connect, fields_of, json_option, print_json, run_dir_option
+from kvcached.cli.options import EPILOG, INTERVAL_S, ask, connect, fields_of, json_option, print_json, run_dir_option
 from kvcached.log import escaped
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class History:
 @click.command(epilog=EPILOG)
 @click.option(
     "--interval-s",
-    type=click.FloatRange(0.1, 3600),
+    type=INTERVAL_S,
     default=2.0,
     show_default=True,
     help="Seconds between two pictures.",

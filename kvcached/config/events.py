@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
@@ -11,15 +13,21 @@ from pydantic.functional_validators import AfterValidator
 
 from kvcached.config.base_table import Table
 from kvcached.config.problems import mistake
-from kvcached.config.tables import SIZE
-from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX
+from kvcached.config.tables import SIZE, TcpAddress
+from kvcached_client.transport.run_dir import (
+    EVENTS_SOCKET_NAME,
+    REPLAY_SOCKET_NAME,
+    SOCKET_PATH_BYTES_MAX,
+    socket_path,
+)
 
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+_IPC: Final = "ipc://"
 
 
 def _endpoint(value: str) -> str:
-    if value.startswith("ipc:///"):
-        size = len(os.fsencode(value.removeprefix("ipc://")))
+    if value.startswith(f"{_IPC}/"):
+        size = len(os.fsencode(value.removeprefix(_IPC)))
         if size > SOCKET_PATH_BYTES_MAX:
             raise mistake(f"makes a socket path of {size} bytes", f"use one of {SOCKET_PATH_BYTES_MAX} at most")
         return value
@@ -58,3 +66,50 @@ class EventsConfig(Table):
     buffer_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 32), SIZE] = Field(
         default=16 << 20, description="Memory for messages that subscribers may ask for again."
     )
+
+    def endpoints(self, run_dir: Path) -> tuple[str, str]:
+        """Where events are published, and where subscribers ask; without an endpoint, in a daemon's run directory."""
+        return (
+            self.endpoint or f"{_IPC}{socket_path(run_dir, EVENTS_SOCKET_NAME)}",
+            self.replay_endpoint or f"{_IPC}{socket_path(run_dir, REPLAY_SOCKET_NAME)}",
+        )
+
+
+def check_endpoints(events: EventsConfig, run_dir: Path, others: Mapping[str, TcpAddress | str]) -> None:
+    """Refuse endpoints at one place, and one where another table of the configuration listens.
+
+    Args:
+        events: the table.
+        run_dir: of the daemon.
+        others: addresses or paths of sockets, by their keys.
+
+    Raises:
+        PydanticCustomError: two want one place.
+    """
+    first, second = events.endpoints(run_dir)
+    taken = {key: {place} for key, place in others.items()}
+    for key, endpoint in (("endpoint", first), ("replay_endpoint", second)):
+        places = set(_places(endpoint))
+        for other, held in taken.items():
+            if any(_meet(place, each) for place in places for each in held):
+                raise mistake(f"is the place of {other}, too", "give each its own", ("events", key), endpoint)
+        taken[key] = places
+
+
+def _places(endpoint: str) -> Iterator[TcpAddress | str]:
+    """The path of an endpoint, or its addresses."""
+    if endpoint.startswith(_IPC):
+        yield os.path.normpath(endpoint.removeprefix(_IPC))
+        return
+    parts = urlsplit(endpoint)
+    hosts = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname or "",)
+    for host in hosts:
+        yield TcpAddress(host, parts.port or 0)
+
+
+def _meet(place: TcpAddress | str, other: TcpAddress | str) -> bool:
+    """Whether only one of both can be bound: 0.0.0.0 and :: are every address of their family."""
+    if isinstance(place, str) or isinstance(other, str):
+        return place == other
+    every = "::" if ":" in place.host else "0.0.0.0"  # noqa: S104 - to compare with
+    return place.port == other.port and other.host in {place.host, every}

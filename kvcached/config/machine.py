@@ -41,16 +41,15 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
     Args:
         config: right by itself, as `load_config` has found.
         is_trial: nothing is going to be started: memory that others take just now counts, too.
-        is_restart: a host pool full of blocks waits for this daemon. A disk or a key file that is away now is no
-            reason to lose it: only what no restart can mend is looked at.
+        is_restart: a host pool full of blocks waits for this daemon. A disk, a key file or a package that is away now
+            is no reason to lose it: only what no restart can mend is looked at.
 
     Raises:
         ConfigError: every reason why not.
     """
-    problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart), *_http(config)]
-    problems += _tcp(config, is_restart=is_restart)
+    problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart)]
     if not is_restart:  # a name service that is away now costs users their access, and not everybody the blocks
-        problems += _access(config)
+        problems += [*_http(config), *_tcp(config), *_access(config)]
     if problems:
         raise ConfigError(problems)
 
@@ -127,8 +126,8 @@ def _storage(config: Config, *, is_restart: bool) -> Iterator[Problem]:
         yield places.problem((_STORAGE, "backend"), storage.backend, what, fix)
     elif storage.backend == DISK:
         yield from _disk(config, is_restart=is_restart)
-    if storage.key_file is not None:
-        yield from _key_file(config, is_restart=is_restart)
+    if storage.key_file is not None and not is_restart:
+        yield from _key_file(config, storage.key_file)
 
 
 def _disk(config: Config, *, is_restart: bool) -> Iterator[Problem]:
@@ -150,14 +149,11 @@ def _disk(config: Config, *, is_restart: bool) -> Iterator[Problem]:
         yield places.problem((*_SETTINGS, "capacity_bytes"), settings.capacity_bytes, what, "use a smaller capacity")
 
 
-def _key_file(config: Config, *, is_restart: bool) -> Iterator[Problem]:
-    path = None if config.storage is None else config.storage.key_file
+def _key_file(config: Config, path: Path) -> Iterator[Problem]:
     at = (_STORAGE, "key_file")
     if importlib.util.find_spec("cryptography") is None:
         what, fix = "needs the package cryptography", "pip install 'kvcached-daemon[encryption]'"
         yield config.places.problem(at, str(path), what, fix)
-    if path is None or is_restart:
-        return
     try:
         read_secret(path)
     except StorageUnusable as error:
@@ -173,14 +169,12 @@ def _http(config: Config) -> Iterator[Problem]:
         yield config.places.problem(("http", "listen"), config.http.listen, what, fix)
 
 
-def _tcp(config: Config, *, is_restart: bool) -> Iterator[Problem]:
+def _tcp(config: Config) -> Iterator[Problem]:
     if config.tcp is None:
         return
     if importlib.util.find_spec("nacl") is None:
         what, fix = "needs the package PyNaCl", "pip install 'kvcached-daemon[curve]'"
         yield config.places.problem(("tcp", "listen"), config.tcp.listen, what, fix)
-    if is_restart:
-        return
     try:
         read_key_file(config.tcp.key_file)
     except RequestError as error:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date, time
 from typing import Final, cast
 
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.schema import Config
 
+_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 #: Enough of a namespace's root to tell it from others, as in `kvcached stats`.
 _NAMESPACE_SHOWN_BYTES: Final = 8
 
@@ -137,7 +141,10 @@ def effective(config: Config) -> dict[str, object]:
 
 def as_toml(config: Config) -> str:
     """The effective configuration as a file that loads to the same one. A relative `model_config` stays relative."""
-    return "\n".join(_table(effective(config), "")) + "\n"
+    values = effective(config)
+    if config.storage is not None:  # in JSON, a backend's dates would be text, and infinity nothing
+        values["storage"] = {**cast("dict[str, object]", values["storage"]), "settings": config.storage.settings}
+    return "\n".join(_table(values, "")) + "\n"
 
 
 def _table(values: dict[str, object], path: str) -> Iterator[str]:
@@ -145,17 +152,35 @@ def _table(values: dict[str, object], path: str) -> Iterator[str]:
     tables = {key: value for key, value in values.items() if isinstance(value, dict) or _is_tables(value)}
     for key, value in values.items():
         if key not in tables:
-            # What JSON writes for text, integers, booleans and arrays of them is TOML as well.
-            yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+            yield f"{_key(key)} = {toml_value(value)}"
     for key, value in tables.items():
+        inside = f"{path}{_key(key)}"
         if isinstance(value, dict):
-            yield f"\n[{path}{key}]"
-            yield from _table(value, f"{path}{key}.")
+            yield f"\n[{inside}]"
+            yield from _table(value, f"{inside}.")
             continue
         for table in cast("list[dict[str, object]]", value):
-            yield f"\n[[{path}{key}]]"
-            yield from _table(table, f"{path}{key}.")
+            yield f"\n[[{inside}]]"
+            yield from _table(table, f"{inside}.")
 
 
 def _is_tables(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else toml_value(key)
+
+
+def toml_value(value: object) -> str:
+    """A value as TOML has it behind a key."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_key(key)} = {toml_value(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    # What JSON writes for text, numbers and booleans is TOML as well, but for one character, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -20,7 +20,7 @@ from pydantic.functional_validators import AfterValidator
 
 from kvcached.config.access import AccessConfig
 from kvcached.config.base_table import Table
-from kvcached.config.events import EventsConfig
+from kvcached.config.events import EventsConfig, check_endpoints
 from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
@@ -182,6 +182,14 @@ class Config(Table):
             raise mistake("does nothing without [host]", "add [host], or remove it", ("offload",))
         if self.storage is not None and self.host is None:
             raise mistake("does nothing without [host]", "add [host], or remove it", ("storage",))
+        return self
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        if self.events is not None:
+            tables = {"http.listen": self.http, "tcp.listen": self.tcp}
+            others = {key: table.address for key, table in tables.items() if table is not None}
+            check_endpoints(self.events, self.run_dir, others)
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def read_arguments(arguments: Sequence[str], short: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -34,3 +36,36 @@ def read_arguments(arguments: Sequence[str], short: Mapping[str, str]) -> tuple[
         else:
             words.append(argument)
     return options, words
+
+
+def nested(options: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The fields of an option that are written behind dots, as vLLM reads them: each dot is a step into an object.
+
+    Args:
+        options: as `read_arguments` gives them.
+        name: of the option.
+
+    Returns:
+        The object that the option would be as JSON; values that are no JSON are text.
+    """
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        head, *path = key.split(".")
+        if head != name or not path:
+            continue
+        *steps, last = path
+        place = found
+        for step in steps:
+            if not isinstance(place.get(step), dict):
+                place[step] = {}
+            place = place[step]
+        read, before = _read(value), place.get(last)
+        place[last] = {**before, **read} if isinstance(before, dict) and isinstance(read, dict) else read
+    return found
+
+
+def _read(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,7 +77,7 @@ def _findings_of(python: str, *options: str) -> Iterator[Finding]:
     if usable.level == "fail":
         return
     found = 0
-    with tempfile.TemporaryFile("w+") as errors:
+    with _memory_file() as errors:
         with _started([python, "-P", "-m", _MODULE, *options], errors) as process:
             for found, line in enumerate(_lines(process), start=1):  # noqa: B007 - how many there were
                 yield Finding(**line)
@@ -110,7 +109,7 @@ def _ask_engine(python: str, run_dir: Path, algorithm: str) -> Generator[Finding
     command = [python, "-P", "-m", _MODULE, "--hash-algo", algorithm]
     checks, hashes = [*command, "--run-dir", str(run_dir)], [*command, "--hash-only"]
     found, said = 0, _NOTHING_SAID
-    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as other_errors:
+    with _memory_file() as errors, _memory_file() as other_errors:
         with _started(checks, errors) as first, _started(hashes, other_errors) as second:
             for line in _lines(first):
                 if "check" in line:
@@ -124,6 +123,11 @@ def _ask_engine(python: str, run_dir: Path, algorithm: str) -> Generator[Finding
             return ""
     yield from _agreement(algorithm, said, other, os.environ)
     return str(said.get("device", ""))
+
+
+def _memory_file() -> IO[str]:
+    """A file for what a process says: a container may have no directory that can be written."""
+    return open(os.memfd_create("doctor"), "w+")  # noqa: PTH123 - it has no path
 
 
 def _started(command: list[str], errors: IO[str]) -> subprocess.Popen[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from kvcached.doctor.arguments import read_arguments
+from kvcached.doctor.arguments import nested, read_arguments
 from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_config
 from kvcached_client.blocks.host_layout import slots_per_slab, smallest_slab
 from kvcached_client.blocks.layout import DType, layout_from_model_config
@@ -37,6 +37,7 @@ _DEFAULT_BLOCK_SIZE: Final = 128
 _DEFAULT_BLOCK_SIZE_ON_CUDA: Final = 16
 _SINGLE: Final = ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size", "nnodes")
 _SHORT: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size"}
+_TRANSFER: Final = "kv-transfer-config"
 _CHECK: Final = "vllm flags"
 _MODEL: Final = "model"
 #: `layer_types` whose blocks vLLM keeps in one group.
@@ -69,9 +70,7 @@ class VllmFlags:
     @property
     def is_hybrid(self) -> bool:
         """Whether the connector that they name takes models with states, or whose layers all have sliding windows."""
-        return any(
-            HYBRID_CONNECTOR in value for name, value in self.options.items() if name.startswith("kv-transfer-config")
-        )
+        return any(HYBRID_CONNECTOR in value for name, value in self.options.items() if name.startswith(_TRANSFER))
 
     @property
     def model(self) -> str:
@@ -106,15 +105,17 @@ def check_flags(
 
 def _transfer_config(flags: VllmFlags, run_dir: Path, *, on_cuda: bool) -> Iterator[Finding]:
     whole = f"--kv-transfer-config '{json.dumps(TRANSFER_CONFIG)}'"
-    text = flags.options.get("kv-transfer-config")
-    dotted = {
-        name.partition(".")[2]: value for name, value in flags.options.items() if name.startswith("kv-transfer-config.")
-    }
+    text = flags.options.get(_TRANSFER)
+    dotted = nested(flags.options, _TRANSFER)
     if text is None and not dotted:
         yield Finding(_CHECK, "fail", "--kv-transfer-config is missing: vLLM would not use kvcached", f"add {whole}")
         return
+    if text is not None and dotted:
+        said = "--kv-transfer-config is not read by vLLM where fields of it stand behind dots"
+        yield Finding(_CHECK, "fail", said, "write all fields in one of the two ways")
+        return
     try:
-        config: Any = {**(json.loads(text) if text else {}), **dotted}
+        config: Any = dotted or {**json.loads(text or "{}")}
     except (ValueError, TypeError) as error:
         yield Finding(_CHECK, "fail", f"--kv-transfer-config is no JSON object: {error}", f"write {whole}")
         return

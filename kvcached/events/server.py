@@ -7,18 +7,21 @@ read, batches are not sent, and the numbers tell it; a replay or a snapshot goes
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import stat
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvcached.events.stream import Batch, EventStream
 from kvcached.process.seqpacket import SocketFile, listen
+from kvcached.server.listener import listen_at
 from kvcached_client.protocol.zmtp import GREETING, PUBLISHER, ROUTER, Reader, Role, encode_message
 
 #: A request for a snapshot, as the only part of a message behind an empty one. A number there asks for a replay.
@@ -44,6 +47,7 @@ REQUESTS_WAITING_MAX: Final = 8
 PUBLISH_INTERVAL_S: Final = 0.02
 _MESSAGES_PER_READ_MAX: Final = 128
 _BACKLOG: Final = 32
+_ABSENT: Final = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})  #: of an address that this machine lacks
 
 _log: Final = logging.getLogger(__name__)
 
@@ -81,10 +85,16 @@ class EventServer:
         """Listen.
 
         Raises:
-            OSError: an endpoint cannot be bound.
+            OSError: an endpoint cannot be bound; the text begins with its key in `[events]`.
         """
-        await self._listen(self.endpoints.events, lambda: _Subscriber(self._subscribers, self._stream))
-        await self._listen(self.endpoints.replay, lambda: _Asker(self._askers, self._stream, self._publish))
+        subscriber = partial(_Subscriber, self._subscribers, self._stream)
+        asker = partial(_Asker, self._askers, self._stream, self._publish)
+        peers: tuple[Callable[[], _Peer], ...] = (subscriber, asker)
+        for key, endpoint, peer in zip(("endpoint", "replay_endpoint"), self.endpoints, peers, strict=True):
+            try:
+                await self._listen(endpoint, peer)
+            except OSError as error:
+                raise OSError(error.errno, f"{key}: {error.strerror or error}") from error
         _log.info("events: %s, replays and snapshots: %s", *self.endpoints)
 
     def poke(self) -> None:
@@ -119,17 +129,38 @@ class EventServer:
             self._files.append(SocketFile.at(listener.getsockname()))
             self._servers.append(await self._loop.create_unix_server(peer, sock=listener))
             return
-        parts = urlsplit(endpoint)
-        self._servers.append(await self._loop.create_server(peer, parts.hostname, parts.port or 0, backlog=_BACKLOG))
+        for listener in await _bound_at(urlsplit(endpoint)):
+            self._servers.append(await self._loop.create_server(peer, sock=listener, backlog=_BACKLOG))
 
 
 def _bound(path: Path) -> socket.socket:
     """A socket that listens at a path; one that an earlier daemon has left there is removed."""
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise OSError(f"{path} is there, and is no socket; remove it, or choose another endpoint in [events]")
+            raise OSError(errno.EEXIST, f"{path} is there, and is no socket")
         path.unlink()
     return listen(str(path), _BACKLOG, socket.SOCK_STREAM)
+
+
+async def _bound_at(place: SplitResult) -> list[socket.socket]:
+    """Sockets that listen at a host and a port: at both addresses of `localhost`, or at the one that this machine has.
+
+    An event loop that is given host and port passes over each address whose family is refused, and serves nobody.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)
+    listeners, absent = [], None
+    with ExitStack() as opened:
+        for address in dict.fromkeys(str(each[0]) for *_, each in found):
+            try:
+                listeners.append(opened.enter_context(listen_at(address, place.port or 0)))
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent = error
+        if absent is not None and not listeners:
+            raise absent
+        opened.pop_all()
+    return listeners
 
 
 def message_of(batch: Batch) -> bytes:

@@ -61,7 +61,7 @@ class Listener(Generic[C]):
             let_in(place, connections.access.others(), CONNECT)
             self._file = SocketFile.at(place)
         else:
-            self._socket = _listen_at(*place)
+            self._socket = listen_at(*place)
         self._paused: asyncio.TimerHandle | None = None
         self._listen()
 
@@ -114,7 +114,7 @@ def _refuse_descriptors(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
-def _listen_at(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int) -> socket.socket:
     """A non-blocking socket of TCP that listens.
 
     Raises:

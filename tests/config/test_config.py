@@ -500,25 +500,6 @@ def test_config_documentation_has_every_key() -> None:
     assert [line for line in text.splitlines() if line.startswith("| `")] == expected
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    ["ipc:///run/kvcached/events.sock", "tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://localhost:5557"],
-)
-def test_events_may_be_published_on_this_machine(endpoint: str) -> None:
-    """A path, and a port of the loopback interface, are endpoints."""
-    assert EventsConfig(endpoint=endpoint, replay_endpoint=endpoint).endpoint == endpoint
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    ["ipc://relative.sock", "ipc:///" + "x" * 120, "tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://127.0.0.1", "x", ""],
-)
-def test_events_are_not_published_elsewhere(endpoint: str) -> None:
-    """Ports that other machines reach, and what is no endpoint, are refused."""
-    with pytest.raises(ValidationError, match="endpoint"):
-        EventsConfig(endpoint=endpoint)
-
-
 def test_key_lines_know_tables_arrays_and_keys() -> None:
     """A key's line is found in plain tables, arrays of tables and tables below them."""
     text = "a = 1\n[[r]]\nb = 2\n[[r.g]]\nc = 3\n[[r]]\n  b = 4\n[r.t]\nd = 5\n[x.y]\ne = 6\n"

@@ -65,7 +65,7 @@ def test_listen_elsewhere_is_refused(listen: str, said: str, tmp_path: Path) -> 
 def test_missing_package_is_a_problem_where_http_is_asked_for(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a package of the extra, the configuration is refused with the command that installs it."""
+    """Without a package of the extra, the configuration is refused with the command that installs it, at first."""
     find_spec = importlib.util.find_spec
 
     def found(name: str) -> ModuleSpec | None:
@@ -78,5 +78,6 @@ def test_missing_package_is_a_problem_where_http_is_asked_for(
     (problem,) = refused.value.problems
     assert (problem.key, problem.what) == ("http.listen", f"needs the package {package}")
     assert problem.fix == "pip install 'kvcached-daemon[metrics]'"
+    check_machine(load(tmp_path, "127.0.0.1:9410"), is_restart=True)
     (tmp_path / "kvcached.toml").write_text('[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n')
     check_machine(load_config(tmp_path / "kvcached.toml", environment={}))

@@ -124,6 +124,20 @@ def test_key_file_of_the_tcp_port_is_looked_at(tmp_path: Path, monkeypatch: pyte
     key.chmod(0o600)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "pip install 'kvcached-daemon[curve]'" in problems(tmp_path, text)[0]
+    assert problems(tmp_path, text, is_restart=True) == []
+
+
+def test_key_of_storage_needs_its_package_at_the_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package that encrypts, a key file is refused; a full host pool is no less worth for it."""
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    text = STORAGE.replace("[storage]\n", f'[storage]\nkey_file = "{key}"\n', 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+
+    (missing,) = problems(tmp_path, text)
+    assert "pip install 'kvcached-daemon[encryption]'" in missing
+    assert problems(tmp_path, text, is_restart=True) == []
 
 
 def test_restart_with_a_kept_host_pool_looks_at_settings_only(tmp_path: Path) -> None:

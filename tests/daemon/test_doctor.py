@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvcached.cli.main import main
-from kvcached.doctor.checks import examine
+from kvcached.doctor.checks import examine, examine_cuda
 from kvcached_client import Admin
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
@@ -132,6 +133,19 @@ def test_doctor_with_an_interpreter_that_lacks_something(tmp_path: Path, program
 
     (failed,) = (finding for finding in findings if finding.level == "fail")
     assert (failed.check, said in failed.text, failed.fix != "") == (check, True, True), failed
+
+
+@pytest.mark.end_to_end
+def test_doctor_needs_no_directory_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container whose file system is read only, both ways of asking an interpreter say why it broke off."""
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/directory")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *doctor*) echo no doctor here >&2; exit 7;; esac; echo 3 11\n')
+    python.chmod(0o755)
+
+    for findings in (examine(str(python), tmp_path, "", ()), examine_cuda(str(python))):
+        (failed,) = (finding for finding in findings if finding.level == "fail")
+        assert "no doctor here" in failed.text
 
 
 def install_fake_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, root: str = "b'root'", **more: str) -> None:

@@ -201,3 +201,22 @@ def test_command_says_where_events_are_configured(tmp_path: Path) -> None:
         done = subprocess.run(arguments, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 4
     assert "[events]" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1:{port}", "ipc:///missing/dir/e.sock"])
+def test_endpoint_that_cannot_be_bound_costs_no_block(place: str, tmp_path: Path, daemon_config: str) -> None:
+    """A restart with an endpoint that is taken or has no directory serves every block, and logs the endpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as other, supervised(tmp_path, daemon_config) as daemon:
+        with Client.connect(daemon.run_dir) as client:
+            for number in range(5):
+                store(client, number)
+        endpoint = place.format(port=other.getsockname()[1])
+        (tmp_path / "kvcached.toml").write_text(daemon_config.replace("[events]", f'[events]\nendpoint = "{endpoint}"'))
+
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.await_ready()
+
+        with Client.connect(daemon.run_dir) as client:
+            assert [store(client, number).hit_blocks for number in range(5)] == [3] * 5
+        assert "[events] endpoint: " in daemon.log
+        assert "there are no events until the next start" in daemon.log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from kvcached.config.schema import Config, load_config
 from kvcached.daemon import _open_http
 from kvcached.process.access import Access
+from kvcached_client.errors import RequestError
 from tests.service.office import Office
 
 HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
@@ -74,4 +76,19 @@ def test_family_that_the_unit_forbids_names_the_drop_in(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(OSError, match=r"under systemd see configs/http\.conf"):
+        open_http(config_at(tmp_path, 9410), is_takeover=False)
+
+
+@pytest.mark.parametrize("module", ["kvcached.server.http", "kvcached.monitoring.pages"])
+def test_missing_package_costs_a_takeover_its_metrics_alone(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A takeover goes on without the extra, and logs how to install it; any other start fails with that."""
+    monkeypatch.setitem(sys.modules, module, None)  # as where what it imports is not there
+
+    open_http(config_at(tmp_path, 9410), is_takeover=True)
+
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "pip install 'kvcached-daemon[metrics]'; there are no metrics" in record.getMessage()
+    with pytest.raises(RequestError, match=r"\[http\] listen: .*pip install"):
         open_http(config_at(tmp_path, 9410), is_takeover=False)

@@ -251,3 +251,44 @@ def test_cli_endpoint_that_names_no_daemon_is_wrong_usage(arguments: list[str], 
 
     assert result.exit_code == ExitCode.USAGE
     assert says in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["version"], ["--help"], ["check-config", "--config", GOOD]])
+def test_cli_says_that_its_output_cannot_be_written(arguments: list[str], unbuffered: str) -> None:
+    """Where stdout takes no more, a command ends with 2 and says so: 1 would mean that it has found a problem."""
+    environment = {**clean_environment(), "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "kvcached", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    assert result.returncode == ExitCode.USAGE
+    assert result.stderr == "kvcached: the output cannot be written: No space left on device\n"
+
+
+def test_cli_without_a_reader_ends_without_a_word() -> None:
+    """A reader that has gone, as `head` does, is no error to tell of."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "kvcached", "version"],
+            cwd=ROOT,
+            env=clean_environment(),
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+
+    assert result.stderr == b""

@@ -172,3 +172,16 @@ def test_top_needs_a_daemon_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvcached_client, "Admin", ListedReports(DaemonUnreachable("no daemon")))
 
     assert CliRunner().invoke(main, [*ASKED]).exit_code == ExitCode.UNREACHABLE
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-nan", "inf", "0", "0.09"])
+@pytest.mark.parametrize("command", [["top", "--interval-s"], ["stats", "--watch"]])
+def test_interval_is_a_number_that_floods_no_daemon(
+    command: list[str], seconds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no number, or is below a tenth of a second, is wrong usage, and asks the daemon nothing."""
+    monkeypatch.setattr(kvcached_client, "Admin", ListedReports())
+
+    result = CliRunner().invoke(main, [*command, seconds])
+
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")

@@ -29,7 +29,6 @@ class Container(NamedTuple):
     command: list[str]  #: arguments of the image's entry point
     mounts: dict[str, str]  #: where a volume is mounted, and which it is
     environment: dict[str, str]
-    probes: list[list[str]]
     memory: str
     grace_s: int | None
     sees_the_host: bool
@@ -58,7 +57,6 @@ def of_compose(name: str) -> Container:
         service["command"],
         {place: volume for volume, place, *_ in volumes},
         service.get("environment", {}),
-        [],
         service["mem_limit"],
         int(service["stop_grace_period"].removesuffix("s")) if "stop_grace_period" in service else None,
         service.get("pid") == "host",
@@ -73,7 +71,6 @@ def of_kubernetes(name: str) -> Container:
         container["args"],
         {each["mountPath"]: paths[each["name"]] for each in container["volumeMounts"]},
         {each["name"]: each["value"] for each in container.get("env", ())},
-        [probe["exec"]["command"] for key, probe in container.items() if key.endswith("Probe") and "exec" in probe],
         container["resources"]["limits"]["memory"],
         pod.get("terminationGracePeriodSeconds"),
         pod.get("hostPID", False),
@@ -189,17 +186,24 @@ def test_vllm_is_given_the_connector_of_the_documents(file: str) -> None:
 
 
 def test_probes_ask_the_daemon() -> None:
-    """Probes and the image's health check run a command that exists; nothing kills a Pod by a liveness probe."""
-    daemon = of_kubernetes("kvcached")
+    """The readiness probe and the image's health check run `health`, and wait until it has given up by itself."""
+    (daemon,) = pod_of("kvcached")["containers"]
     (check,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])", IMAGE)
 
-    assert daemon.probes == [["kvcached", "health"]] * 2 == [json.loads(check)] * 2
-    assert (
-        parsed(["health"])["deadline_ms"]
-        < pod_of("kvcached")["containers"][0]["readinessProbe"]["timeoutSeconds"] * 1000
-    )
-    assert "livenessProbe" not in pod_of("kvcached")["containers"][0]
+    probe = daemon["readinessProbe"]
+    assert probe["exec"]["command"] == ["kvcached", "health"] == json.loads(check)
+    assert parsed(["health"])["deadline_ms"] < probe["timeoutSeconds"] * 1000
     assert composed()["services"]["keeper"]["healthcheck"] == {"disable": True}
+
+
+def test_nothing_kills_a_daemon_that_serves() -> None:
+    """There is no liveness probe, and the startup probe runs what also a daemon with an ill part answers with 0."""
+    (daemon,) = pod_of("kvcached")["containers"]
+
+    probe = daemon["startupProbe"]
+    assert probe["exec"]["command"] == ["kvcached", "describe"]
+    assert parsed(["describe"])["deadline_ms"] < probe["timeoutSeconds"] * 1000
+    assert "livenessProbe" not in daemon
 
 
 @pytest.mark.parametrize("name", ["kvcached", "kvcached-keeper"])

@@ -121,6 +121,53 @@ def test_what_would_not_work_fails_with_a_fix(arguments: list[str], said: str, f
     assert (finding.level, said in finding.text, fix in finding.fix) == ("fail", True, True), finding
 
 
+def behind_dots(**fields: str) -> list[str]:
+    """The good arguments with fields behind dots; two underscores are a dot."""
+    named = {**TRANSFER_CONFIG, **fields}
+    dotted = [
+        word for key, value in named.items() for word in (f"--kv-transfer-config.{key.replace('__', '.')}", value)
+    ]
+    return [*dotted, "--prefix-caching-hash-algo", "sha256_cbor"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kv_connector_extra_config__run_dir": "/run/other"}, "/run/other"),
+        ({"kv_connector_extra_config": '{"run_dir": "/run/other"}'}, "/run/other"),
+        (
+            {"kv_connector_extra_config": '{"run_dir": "/run/other"}', "kv_connector_extra_config__copies": "thread"},
+            "/run/other",
+        ),
+        (
+            {"kv_connector_extra_config__copies": "thread", "kv_connector_extra_config": '{"run_dir": "/run/other"}'},
+            "/run/other",
+        ),
+        ({"kv_connector_extra_config__hold_deadline_ms": "0"}, "hold_deadline_ms is 0"),
+        ({"kv_connector_extra_config": "text"}, "unknown"),
+        ({"kv_connector_extra_config": "3", "kv_connector_extra_config__run_dir": "/run/other"}, "/run/other"),
+    ],
+)
+def test_fields_behind_dots_are_nested(fields: dict[str, str], said: str) -> None:
+    """Each dot is a step into an object, and a value is JSON where it can be, as vLLM takes them."""
+    (finding,) = problems(behind_dots(**fields))
+
+    assert (finding.level, said in finding.text) == ("fail", True), finding
+
+
+def test_good_fields_behind_dots_have_no_problem() -> None:
+    """Numbers and objects behind dots are those of the same JSON."""
+    assert problems(behind_dots(kv_connector_extra_config__hold_deadline_ms="500", kv_rank="0")) == []
+    assert problems(behind_dots(kv_connector_extra_config='{"run_dir": "/run/kvcached"}')) == []
+
+
+def test_object_beside_its_fields_behind_dots_is_not_read() -> None:
+    """Where fields stand behind dots, vLLM takes these for the whole of the option."""
+    (finding,) = problems([*GOOD, "--kv-transfer-config.kv_role", "kv_consumer"])
+
+    assert (finding.level, finding.fix) == ("fail", "write all fields in one of the two ways")
+
+
 def test_hashes_that_only_one_python_shares_are_a_warning() -> None:
     """The default algorithm of vLLM works, but not for everybody."""
     assert [finding.level for finding in problems(GOOD[:-2])] == ["warn"]

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from kvcached.cli import set_up
 from kvcached.cli.main import ExitCode, main
-from kvcached.cli.set_up import _SHIPPED_COMMAND, _SHIPPED_DISK
+from kvcached.cli.set_up import _READ_ONLY, _SHIPPED_COMMAND, _SHIPPED_DISK
 from kvcached.config.schema import load_config
 from tests.project.source_tree import ROOT
 
@@ -65,7 +68,75 @@ def test_init_overwrites_only_when_told(tmp_path: Path) -> None:
 
 def test_init_knows_what_the_shipped_files_say() -> None:
     """What `init` replaces stands in the files that it replaces it in."""
+    assert _READ_ONLY in (ROOT / "configs/kvcached.service").read_text()
     assert f"ExecStart={_SHIPPED_COMMAND}\n" in (ROOT / "configs/kvcached.service").read_text()
     assert f'directory = "{_SHIPPED_DISK}"' in (ROOT / "configs/offload-disk.toml").read_text()
     for name in ("offload-cpu.toml", "offload-disk.toml", "cpu-tp1.toml"):
         assert f"configs/{name}" in (ROOT / "configs" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "written"), [("blocks", "/srv/blocks"), ('a b"c%\\d', '"/srv/a b\\"c%%\\\\d"'), ("ä", '"/srv/ä"')]
+)
+def test_init_lets_the_unit_write_to_the_disk(name: str, written: str, tmp_path: Path) -> None:
+    """The unit may write where the configuration has its blocks, whatever characters are in the path of both."""
+    disk = f"/srv/{name}"
+
+    assert init("--disk", disk, str(tmp_path)).exit_code == ExitCode.OK
+
+    storage = load_config(tmp_path / "kvcached.toml", environment={}).storage
+    assert storage is not None
+    assert storage.settings["directory"] == disk
+    assert f"\nReadWritePaths={written}\n" in (tmp_path / "kvcached.service").read_text()
+
+
+def test_init_writes_paths_as_systemd_reads_them(tmp_path: Path) -> None:
+    """What systemd reads is the path that was given: it names the path where that is not absolute."""
+    command = shutil.which("systemd-analyze")
+    if command is None:
+        pytest.skip("systemd-analyze is not installed")
+    init("--disk", '/srv/a b"c%\\d', str(tmp_path))
+    unit = tmp_path / "kvcached.service"
+    unit.write_text(unit.read_text().replace('ReadWritePaths="/srv/', 'ReadWritePaths="srv/'))
+
+    done = subprocess.run([command, "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False)
+
+    assert 'not absolute, ignoring: srv/a b"c%\\d\n' in done.stderr
+
+
+@pytest.mark.parametrize("disk", ["/var/cache/kvcached", "/var/cache/kvcached/a"])
+def test_init_leaves_the_unit_as_it_is_where_it_may_write_already(disk: str, tmp_path: Path) -> None:
+    """For a directory in the unit's own cache directory there is no further path."""
+    init("--disk", disk, str(tmp_path))
+
+    assert "ReadWritePaths" not in (tmp_path / "kvcached.service").read_text()
+
+
+def test_init_warns_of_what_the_unit_hides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A configuration, a disk or an interpreter where the unit shows the daemon nothing is named on stderr."""
+    monkeypatch.setattr(set_up, "_HIDDEN", (str(tmp_path / "home"),))
+    monkeypatch.setattr(sys, "executable", "/opt/kvcached/bin/python")
+    assert init("--disk", "/srv/blocks", str(tmp_path / "etc")).stderr == ""
+
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "home/bin/python"))
+    lines = init("--disk", str(tmp_path / "home/disk"), str(tmp_path / "home")).stderr.splitlines()
+
+    named = [line.removeprefix(f"kvcached: warning: {set_up._HIDES} {tmp_path}/home/").split(":")[0] for line in lines]
+    assert named == ["kvcached.toml", "bin/kvcached", "bin/python", "disk"]
+
+
+def test_hidden_places_are_those_that_the_unit_hides() -> None:
+    """What `init` warns of is what ProtectHome= and PrivateTmp= hide, which the shipped unit has."""
+    unit = (ROOT / "configs/kvcached.service").read_text()
+
+    assert "\nProtectHome=yes\nPrivateTmp=yes\n" in unit
+    assert set_up._HIDDEN == ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - names
+
+
+@pytest.mark.parametrize(("disk", "directory"), [("/srv/a\nb", "here"), ("/srv/blocks", "a\x7fb")])
+def test_init_refuses_paths_that_no_file_can_name(disk: str, directory: str, tmp_path: Path) -> None:
+    """A line's end in a path would be the end of a line of the unit: nothing is written."""
+    refused = init("--disk", disk, str(tmp_path / directory))
+
+    assert (refused.exit_code, refused.stdout, list(tmp_path.iterdir())) == (ExitCode.USAGE, "", [])
+    assert "has characters that no unit can name" in refused.stderr

@@ -1,0 +1,87 @@
+"""`[events]`: endpoints that are there, and whose places are their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvcached.config.events import EventsConfig
+from kvcached.config.problems import ConfigError
+from kvcached.config.schema import Config, load_config
+
+HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
+TCP = '[tcp]\nlisten = "{}"\nkey_file = "daemon.key"\n'
+TCP += f'[[tcp.client]]\nname = "x"\npublic_key = "{"0" * 40}"\nrole = "look"\n'
+TCP_LISTEN, PORT = "tcp.listen", "tcp://127.0.0.1:5557"
+
+
+def load(tmp_path: Path, events: dict[str, str], http: str = "", tcp: str = "") -> Config:
+    """A configuration whose run directory is /run/here."""
+    path = tmp_path / "kvcached.toml"
+    tables = [HOST, "[events]\n", *(f'{key} = "{endpoint}"\n' for key, endpoint in events.items())]
+    tables += [f'[http]\nlisten = "{http}"\n'] if http else []
+    path.write_text("".join([*tables, TCP.format(tcp) if tcp else ""]))
+    return load_config(path, environment={}, options={"run_dir": "/run/here"})
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["ipc:///run/kvcached/events.sock", "tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://localhost:5557"],
+)
+def test_events_may_be_published_on_this_machine(endpoint: str) -> None:
+    """A path, and a port of the loopback interface, are endpoints."""
+    assert EventsConfig(endpoint=endpoint).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["ipc://relative.sock", "ipc:///" + "x" * 120, "tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://127.0.0.1", "x", ""],
+)
+def test_events_are_not_published_elsewhere(endpoint: str) -> None:
+    """Ports that other machines reach, and what is no endpoint, are refused."""
+    with pytest.raises(ValidationError, match="endpoint"):
+        EventsConfig(endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    ("events", "http", "tcp", "at", "other"),
+    [
+        ({"endpoint": PORT, "replay_endpoint": PORT}, "", "", "replay_endpoint", "endpoint"),
+        ({"endpoint": PORT, "replay_endpoint": "tcp://localhost:5557"}, "", "", "replay_endpoint", "endpoint"),
+        ({"endpoint": "ipc:///a/x", "replay_endpoint": "ipc:///a//x"}, "", "", "replay_endpoint", "endpoint"),
+        ({"replay_endpoint": "ipc:///run/here/events.sock"}, "", "", "replay_endpoint", "endpoint"),
+        ({"endpoint": "ipc:///run/here/replay.sock"}, "", "", "replay_endpoint", "endpoint"),
+        ({"endpoint": PORT}, "127.0.0.1:5557", "", "endpoint", "http.listen"),
+        ({"endpoint": "ipc:///x"}, "unix:/x", "", "endpoint", "http.listen"),
+        ({"replay_endpoint": "tcp://localhost:5557"}, "[::1]:5557", "", "replay_endpoint", "http.listen"),
+        ({"endpoint": PORT}, "", "127.0.0.1:5557", "endpoint", TCP_LISTEN),
+        ({"endpoint": PORT}, "", "0.0.0.0:5557", "endpoint", TCP_LISTEN),
+        ({"endpoint": "tcp://[::1]:5557"}, "", "[::]:5557", "endpoint", TCP_LISTEN),
+    ],
+)
+def test_endpoint_has_a_place_of_its_own(
+    events: dict[str, str], http: str, tcp: str, at: str, other: str, tmp_path: Path
+) -> None:
+    """Endpoints at one place, or where another table listens, are refused with what has the place."""
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, events, http, tcp)
+
+    (problem,) = refused.value.problems
+    assert problem.key == f"events.{at}"
+    assert (problem.what, problem.fix) == (f"is the place of {other}, too", "give each its own")
+
+
+@pytest.mark.parametrize(
+    ("events", "http", "tcp"),
+    [
+        ({}, "unix:/run/here/http.sock", "10.0.0.5:5557"),
+        ({"endpoint": PORT, "replay_endpoint": "tcp://[::1]:5557"}, "", ""),
+        ({"endpoint": PORT, "replay_endpoint": "tcp://127.0.0.1:5558"}, "127.0.0.1:5559", "[::]:5557"),
+        ({"endpoint": PORT}, "127.8.0.1:5557", "10.0.0.5:5557"),
+    ],
+)
+def test_places_that_differ_are_taken(events: dict[str, str], http: str, tcp: str, tmp_path: Path) -> None:
+    """One port at different addresses, and different ports, are different places."""
+    assert load(tmp_path, events, http, tcp).events is not None
