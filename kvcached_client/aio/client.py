@@ -20,9 +20,11 @@ from kvcached_client.prefetch import PrefetchOptions, PrefetchResult, prefetchin
 from kvcached_client.protocol.engine import Welcome
 from kvcached_client.transport.misses import Failures
 from kvcached_client.transport.patience import Patience
-from kvcached_client.transport.session import SessionChannel
+from kvcached_client.transport.session import FAREWELL_MS, SessionChannel
+from kvcached_client.transport.steps import Steps
 
 C = TypeVar("C", bound=ClientSteps)
+T = TypeVar("T")
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -44,14 +46,16 @@ class AsyncClient(ClientSteps):
 
     A task that is cancelled gives its call up, as after a missed deadline: a lease that comes too late is released.
 
-    The loop does not wait for the daemon, but for the rare moments in which the kernel takes no more bytes for it, at
-    most for the deadline of a call.
+    The loop does not wait for the daemon. What the daemon does not read is queued: the calls end at their deadlines,
+    and the daemon reads what they have asked when it continues. Behind 64 MiB in the queue, a call fails at once, as
+    `DaemonSilent`.
     """
 
     def __init__(self, channel: SessionChannel, welcome: Welcome, *, heartbeat: bool) -> None:
         """Use `connect`."""
         super().__init__(channel, welcome, heartbeat=heartbeat)
         self._replies: Replies | None = None  #: of the present channel, from the first call on
+        self._rejoining: asyncio.Future[None] | None = None  #: the attempt to rejoin that is under way
 
     @classmethod
     async def connect(
@@ -70,29 +74,58 @@ class AsyncClient(ClientSteps):
 
     async def match(self, chain: KeyChain, *, full: bool = False) -> int:
         """As `Client.match`."""
-        return await self.replies().carry_out(self.matching(chain, full=full))
+        return await self.carry_out(self.matching(chain, full=full))
 
     async def acquire(self, request: str, chain: KeyChain, **options: Unpack[LeaseOptions]) -> AsyncLease:
-        """As `Client.acquire`. The prompt is what the chain holds at the call."""
-        make = partial(AsyncLease, self.replies)
-        return await self.replies().carry_out(self.acquiring(make, request, chain, **options))
+        """As `Client.acquire`. The prompt is what the chain holds when the call is sent."""
+        return await self.carry_out(self.acquiring(partial(AsyncLease, self), request, chain, **options))
 
     async def prefetch(self, chain: KeyChain, **options: Unpack[PrefetchOptions]) -> PrefetchResult:
         """As `Client.prefetch`."""
-        return await self.replies().carry_out(prefetching(self._channel, self.epoch, chain, **options))
+        return await self.carry_out(self._prefetching(chain, **options))
 
     async def rejoin(self) -> None:
-        """As `Client.rejoin`, in a thread of its own. No other call may be under way."""
-        await asyncio.to_thread(self.rejoin_next)
-        self._forget_replies()
+        """As `Client.rejoin`, in a thread of its own. Calls that are under way are given up, as at their deadlines.
+
+        Calls that are made meanwhile wait until it is over. An attempt goes on although its task is cancelled; calling
+        this again then waits for the same attempt.
+        """
+        while self._rejoining is None and self._replies is not None:
+            replies, self._replies = self._replies, None
+            await replies.give_up()
+        if self._rejoining is None:
+            self._rejoining = asyncio.wrap_future(_in_thread(self.rejoin_next))
+            self._rejoining.add_done_callback(self._note_rejoined)
+        await asyncio.shield(self._rejoining)
 
     async def aclose(self) -> None:
         """As `Client.close`. Calls that are under way fail."""
+        if self._channel.is_forked:  # the loop, and whoever waits in it, are the parent's
+            self.close()
+            return
         try:
-            await self.replies().carry_out(self.leaving())
+            await self.carry_out(self.leaving())
+            if self._channel.is_waiting_in_vain:
+                await self.replies().all_sent(FAREWELL_MS / 1000)
         finally:
-            self._forget_replies()
-            self._close_channel()
+            if self._rejoining is None:
+                self._forget_replies()
+                self._close_channel()
+            else:  # this task was cancelled before that was over
+                self._rejoining.add_done_callback(self._hang_up)
+
+    async def carry_out(self, steps: Steps[T]) -> T:
+        """The result of a call, which is sent now, or after the attempt to rejoin that is under way."""
+        while self._rejoining is not None:
+            await asyncio.wait([self._rejoining])
+        return await self.replies().carry_out(steps)
+
+    def post(self, steps: Steps[None]) -> None:
+        """As `carry_out`, for a call that nobody awaits. Raises nothing."""
+        if self._rejoining is None:
+            self.replies().post(steps)
+        else:
+            self._rejoining.add_done_callback(lambda _: self.post(steps))
 
     def replies(self) -> Replies:
         """What waits for replies in the running event loop."""
@@ -100,10 +133,26 @@ class AsyncClient(ClientSteps):
             self._replies = Replies(self._channel, asyncio.get_running_loop())
         return self._replies
 
+    def _prefetching(self, chain: KeyChain, **options: Unpack[PrefetchOptions]) -> Steps[PrefetchResult]:
+        return (yield from prefetching(self._channel, self.epoch, chain, **options))  # of the channel at the first step
+
     def _forget_replies(self) -> None:
         replies, self._replies = self._replies, None
         if replies is not None:
             replies.close()
+
+    def _note_rejoined(self, rejoining: asyncio.Future[None]) -> None:
+        self._rejoining = None
+        if not rejoining.cancelled():
+            rejoining.exception()  # asyncio would log one that no task was left to be told of
+
+    def _hang_up(self, _: object) -> None:
+        """Close without waiting for anything."""
+        self._is_closed = True
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._forget_replies()
+        self._channel.hang_up()
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,14 +163,20 @@ class AsyncClient(ClientSteps):
 
 async def _opened(attempt: Callable[[], C]) -> C:
     """What an attempt to connect returns, made in a thread. If its task is cancelled, the session is closed."""
-    with_thread = ThreadPoolExecutor(max_workers=1)
-    opening = with_thread.submit(attempt)
-    with_thread.shutdown(wait=False)
+    opening = _in_thread(attempt)
     try:
         return await asyncio.wrap_future(opening)
     except asyncio.CancelledError:
         opening.add_done_callback(_close_unwanted)  # now, or in the thread when the attempt is over
         raise
+
+
+def _in_thread(call: Callable[[], T]) -> Future[T]:
+    """The result of a call that is made in a thread of its own."""
+    with_thread = ThreadPoolExecutor(max_workers=1)
+    result = with_thread.submit(call)
+    with_thread.shutdown(wait=False)
+    return result
 
 
 def _close_unwanted(opening: Future[C]) -> None:

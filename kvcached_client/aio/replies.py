@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.engine import Request
-from kvcached_client.transport.channel import Channel
+from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import Steps
 
 T = TypeVar("T")
 
+_log: Final = logging.getLogger("kvcached_client")
+
 
 class Replies:
-    """The replies of one channel, awaited by tasks of one event loop.
+    """The replies of one channel, awaited by tasks of one event loop. From now on the channel never waits to send.
 
     The loop watches the channel's descriptors. Any message that arrives, and any call that reads the channel while it
     sends, may bring the replies of several tasks: each of these is woken.
+
+    In a forked child it does nothing: there the messages are the parent's, and so may be what the loop waits with.
     """
 
-    def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, channel: SessionChannel, loop: asyncio.AbstractEventLoop) -> None:
+        channel.never_wait()
         self._channel = channel
         self._loop = loop
         self._awaited: dict[int, tuple[Request, asyncio.Future[None]]] = {}
-        self._descriptors = () if channel.is_ended else channel.descriptors()
+        self._call_count = 0  #: of calls that are under way
+        self._no_call: asyncio.Future[None] | None = None  #: that `give_up` waits for
+        self._all_sent: asyncio.Future[None] | None = None  #: that `all_sent` waits for
+        self._descriptors = () if channel.is_ended or channel.is_forked else channel.descriptors()
         self._is_writing = False
         for descriptor in self._descriptors:
             loop.add_reader(descriptor, self._wake)
@@ -35,56 +45,112 @@ class Replies:
         Raises:
             KvcachedError: what the blocking form of the call raises.
         """
-        while True:
-            try:
-                request = next(steps)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            try:
-                await self.arrival(request)
-            except BaseException:
-                self._channel.abandon(request)
-                steps.close()
-                raise
+        self._call_count += 1
+        try:
+            while True:
+                try:
+                    request = next(steps)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+                try:
+                    await self.arrival(request)
+                except BaseException:
+                    self._channel.abandon(request)
+                    steps.close()
+                    raise
+        finally:
+            self._wake()  # the last step may have read replies or left something unsent, and given up a lease
+            self._call_count -= 1
+            if not self._call_count and self._no_call is not None:
+                _end(self._no_call)
+
+    def post(self, steps: Steps[None]) -> None:
+        """Send the request of a call, and give the call up as if its task were cancelled now. Raises nothing."""
+        try:
+            request = next(steps)
+        except StopIteration:
+            return
+        except KvcachedError as error:
+            _log.warning("a call that nobody waits for was not sent: %s", error)
+            return
+        self._channel.abandon(request)
+        steps.close()
+        self._wake()
 
     async def arrival(self, request: Request) -> None:
         """Wait until the channel's `receive` returns at once: for the reply, its deadline, or the daemon's end."""
         self._wake()  # sending has read what had arrived, and may have left something unsent
-        if not self._channel.is_pending(request) or self._channel.over([request]):
-            return
-        over = self._loop.create_future()
-        left_s = (self._channel.reply_deadline_ns(request) - time.monotonic_ns()) / 1e9
-        deadline = self._loop.call_later(max(left_s, 0.0), _end, over)
-        self._awaited[request.id] = (request, over)
-        try:
-            await over
-        finally:
-            deadline.cancel()
-            del self._awaited[request.id]
+        if self._descriptors and not self._channel.has_come(request):
+            left_s = (self._channel.reply_deadline_ns(request) - time.monotonic_ns()) / 1e9
+            over = self._loop.create_future()
+            self._awaited[request.id] = (request, over)
+            try:
+                await self._end_of(over, left_s)
+            finally:
+                del self._awaited[request.id]
+        if not self._descriptors and not self._channel.has_come(request):
+            self._channel.abandon(request)  # closed before the reply was there, which nobody will read now
+
+    async def all_sent(self, within_s: float) -> None:
+        """Wait until nothing is unsent, but no longer than this."""
+        self._wake()
+        if self._is_writing:
+            self._all_sent = self._loop.create_future()
+            await self._end_of(self._all_sent, within_s)
+
+    async def give_up(self) -> None:
+        """Take what has arrived, and close; wait until the calls that were under way have ended."""
+        self._wake()
+        self.close()
+        if self._call_count:
+            self._no_call = self._loop.create_future()
+            await self._no_call
 
     def close(self) -> None:
-        """Watch the channel no longer; who still waits is woken. Does nothing the second time."""
-        for descriptor in self._descriptors:
+        """Watch the channel no longer; who still waits gives its call up. Does nothing the second time."""
+        descriptors, self._descriptors = self._descriptors, ()
+        if self._channel.is_forked:
+            return
+        for descriptor in descriptors:
             self._loop.remove_reader(descriptor)
-        if self._is_writing:
-            self._loop.remove_writer(self._descriptors[0])
-        self._descriptors, self._is_writing = (), False
+        self._write(descriptors, is_writing=False)
         for _, over in self._awaited.values():
             _end(over)
 
     def _wake(self) -> None:
         """Send and read what is possible, and wake the tasks whose wait is over."""
-        for request in self._channel.over([request for request, _ in self._awaited.values()]):
-            _end(self._awaited[request.id][1])
+        if self._descriptors and not self._channel.is_forked:
+            for request in self._channel.over(request for request, _ in self._awaited.values()):
+                _end(self._awaited[request.id][1])
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Give back the leases that were granted too late, and have the loop send what is unsent."""
         if self._channel.is_ended:  # its descriptors stay readable from now on
             self.close()
-        elif self._channel.has_unsent != self._is_writing:
-            self._is_writing = self._channel.has_unsent
-            if self._is_writing:
-                self._loop.add_writer(self._descriptors[0], self._wake)
-            else:
-                self._loop.remove_writer(self._descriptors[0])
+            return
+        self._channel.give_back_late()
+        self._write(self._descriptors, is_writing=self._channel.has_unsent)
+
+    def _write(self, descriptors: tuple[int, ...], *, is_writing: bool) -> None:
+        if is_writing == self._is_writing:
+            return
+        self._is_writing = is_writing
+        if is_writing:
+            self._loop.add_writer(descriptors[0], self._wake)
+        else:
+            self._loop.remove_writer(descriptors[0])
+            if self._all_sent is not None:
+                _end(self._all_sent)
+
+    async def _end_of(self, wait: asyncio.Future[None], within_s: float) -> None:
+        """Wait for the end of a wait, and end it after this time."""
+        deadline = self._loop.call_later(max(within_s, 0.0), _end, wait)
+        try:
+            await wait
+        finally:
+            deadline.cancel()
 
 
 def _end(wait: asyncio.Future[None]) -> None:

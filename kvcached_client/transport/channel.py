@@ -58,10 +58,18 @@ class Channel:
         self._place = self.path if isinstance(endpoint, str) else endpoint
         self._attached = attached
         self._process_id = os.getpid()
+        self._never_waits = False
         self._calls = PendingCalls()
         self._is_news = False  #: messages have arrived since the last `listen`
         self._connection = Connection(self._place, deadline_ms=deadline_ms)
         self._usual_poller = self._new_poller()  #: while all is sent
+
+    def never_wait(self) -> None:
+        """From now on only `receive`, `ask` and `listen` wait. What the socket does not take is queued by `send`.
+
+        For event loops: `over` sends the queued messages, and says for which requests `receive` does not wait either.
+        """
+        self._never_waits = True
 
     def next_id(self) -> RequestId:
         """An id for the next request."""
@@ -98,7 +106,8 @@ class Channel:
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
         """The first half of `ask`; `deadline_ns` is for the reply. If it raises, nothing was sent.
 
-        Sending takes no longer than the channel's own deadline, however long the reply may take.
+        Sending takes no longer than the channel's own deadline, however long the reply may take. After `never_wait` it
+        fails at once, as `DaemonSilent`, if too much is queued.
         """
         self._check_usable()
         if deadline_ns is None:
@@ -151,19 +160,17 @@ class Channel:
         return self._calls.deadline_ns(request_id) <= time.monotonic_ns()
 
     def over(self, requests: Iterable[Request]) -> list[Request]:
-        """Those requests for which `receive` would return at once. Sends and reads what is possible; never waits."""
+        """Those requests whose reply has arrived; all of them if no reply will come any more.
+
+        Sends and reads what is possible, and never waits. For an event loop, which is told of each reply once: if no
+        message has arrived since the last call, it looks through nothing.
+        """
         if not self.is_ended:
             self._poll(0)
-        is_ended = self.is_ended
-        return [
-            request
-            for request in requests
-            if is_ended or self._calls.is_answered(RequestId(request.id)) or not self.is_pending(request)
-        ]
-
-    def is_pending(self, request: Request) -> bool:
-        """Whether the reply to a request was neither taken nor given up."""
-        return self._calls.is_pending(RequestId(request.id))
+        if self.is_ended:
+            return list(requests)
+        is_news, self._is_news = self._is_news, False
+        return [request for request in requests if self._calls.is_answered(RequestId(request.id))] if is_news else []
 
     def reply_deadline_ns(self, request: Request) -> int:
         """Until when a pending request waits for its reply, on the monotonic clock."""
@@ -175,8 +182,13 @@ class Channel:
         return self.is_closed or self.is_gone or self._connection.is_over
 
     @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that opened the channel, which alone may use it."""
+        return os.getpid() != self._process_id
+
+    @property
     def has_unsent(self) -> bool:
-        """Whether the end of a message waits until the daemon reads."""
+        """Whether messages, or the end of one, wait until the daemon reads."""
         return bool(self._connection.events & select.POLLOUT)
 
     def descriptors(self) -> tuple[int, ...]:
@@ -216,11 +228,14 @@ class Channel:
         return self._connection.send(parts)
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close both connections. Queued messages have `linger_ms` to be sent. Does nothing the second time."""
+        """Close both connections. Does nothing the second time.
+
+        Queued messages have `linger_ms` to be sent, but none after `never_wait`.
+        """
         if self.is_closed:
             return
         self.is_closed = True
-        if os.getpid() == self._process_id:
+        if not self.is_forked and not self._never_waits:
             deadline_ns = time.monotonic_ns() + linger_ms * 1_000_000
             while self._connection.events & select.POLLOUT and _remaining_ms(deadline_ns) and self._poll(deadline_ns):
                 pass
@@ -229,7 +244,7 @@ class Channel:
             self._attached.close()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._process_id:
+        if self.is_forked:
             raise RuntimeError(
                 f"this kvcached client belongs to process {self._process_id}; "
                 f"a forked child connects its own, or joins the session with map_pool"
@@ -242,10 +257,17 @@ class Channel:
         if self.is_gone:
             raise self._gone()
 
+    @property
+    def _is_queueing(self) -> bool:
+        """Whether a message goes behind what is unsent, instead of waiting until that is sent."""
+        return self._never_waits
+
     def _send(self, parts: list[bytes], deadline_ns: int) -> None:
         self._await_connection(deadline_ns)
-        while not self._connection.send(parts):
+        while not self._connection.send(parts, queued=self._is_queueing):
             self._check_daemon()
+            if self._is_queueing:
+                raise DaemonSilent(f"{self.endpoint} does not read, and too many requests wait for that already")
             if not self._poll(deadline_ns):
                 raise self._silent()
 
@@ -343,7 +365,7 @@ class Channel:
         """Read the replies that the daemon has sent before it closed the attach connection, or ended."""
         poller = select.poll()
         poller.register(self._connection.fileno(), select.POLLIN)
-        if not self._connection.is_over and poller.poll(_LAST_REPLIES_MS):
+        if not self._connection.is_over and poller.poll(0 if self._never_waits else _LAST_REPLIES_MS):
             self._read()
 
 

@@ -8,6 +8,7 @@ Or to the TCP port of a daemon on another machine, in boxes of CURVE.
 from __future__ import annotations
 
 import select
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvcached_client.errors import DaemonUnreachable, RequestError
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from kvcached_client.protocol.curve import CurveClient
     from kvcached_client.transport.tcp import RemoteDaemon
 
+#: So much may be unsent when another message is queued. It is room for the prompts of a burst of requests, not for
+#: those of an outage.
+UNSENT_BYTES_MAX: Final = 64 << 20
 _RECEIVE_BYTES: Final = 64 * 1024
 #: Messages of one look at what has arrived: all of them.
 _MESSAGES_MAX: Final = 1 << 30
@@ -72,13 +76,15 @@ class Connection:
         """The descriptor."""
         return self._socket.fileno()
 
-    def send(self, parts: list[bytes]) -> bool:
+    def send(self, parts: list[bytes], *, queued: bool = False) -> bool:
         """Send a message; False before the daemon has accepted the connection, or while an earlier one is not sent.
 
-        The end of a message that the socket does not take at once is kept, and sent by `flush`.
+        The end of a message that the socket does not take at once is kept, and sent by `flush`. With `queued`, a whole
+        message is kept behind an earlier one, too; False only once more than `UNSENT_BYTES_MAX` bytes are unsent.
         """
         self.flush()
-        if self._unsent or self.is_over or not self.is_ready:
+        is_full = len(self._unsent) > (UNSENT_BYTES_MAX if queued else 0)
+        if is_full or self.is_over or not self.is_ready:
             return False
         self._write(message_pieces(parts) if self._remote is None else [self._remote[1].seal(parts)])
         return not self.is_over
@@ -86,9 +92,9 @@ class Connection:
     def flush(self) -> None:
         """Send what is kept, as far as the socket takes it."""
         if self._unsent:
-            rest = bytes(self._unsent)
-            self._unsent.clear()
-            self._write([rest])
+            with memoryview(self._unsent) as unsent:
+                sent = self._hand_over([unsent])
+            del self._unsent[:sent]
 
     def receive(self) -> list[Message]:
         """All whole messages that have arrived."""
@@ -120,15 +126,16 @@ class Connection:
         self._socket.close()
 
     def _write(self, pieces: list[bytes]) -> None:
-        if self._unsent:
-            self._unsent += b"".join(pieces)
-            return
+        sent = 0 if self._unsent else self._hand_over(pieces)
+        if not self.is_over and sent < sum(map(len, pieces)):
+            self._unsent += b"".join(pieces)[sent:]
+
+    def _hand_over(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """How many leading bytes the kernel has taken; none where the other end has gone."""
         try:
-            sent = self._socket.sendmsg(pieces)
+            return self._socket.sendmsg(pieces)
         except BlockingIOError:
-            sent = 0
+            return 0
         except OSError:
             self.is_over = True
-            return
-        if sent < sum(map(len, pieces)):
-            self._unsent += b"".join(pieces)[sent:]
+            return 0

@@ -17,6 +17,7 @@ from typing import Final, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from kvcached_client.errors import (
     CircuitOpen,
+    DaemonSilent,
     DaemonUnreachable,
     DeadlineExceeded,
     ErrorCode,
@@ -60,13 +61,12 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 #: How long a goodbye whose reply nobody awaits may take to reach the daemon's socket.
-_FAREWELL_MS: Final = 100
+FAREWELL_MS: Final = 100
 #: Requests that the daemon answers at once: if it does not, it hangs.
 _ANSWERED_SOON: Final = (Match, Acquire, Allocate, Commit, Release)
 #: Requests that the daemon answers when something has happened, such as the end of a load.
 _ANSWERED_LATE: Final = (Load, WaitForSlots, Prefetch)
-#: A deadline that never passes.
-_NEVER_NS: Final = 1 << 62
+_NEVER_NS: Final = 1 << 62  #: a deadline that never passes
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -98,7 +98,7 @@ class SessionChannel(Channel):
 
         Raises:
             CircuitOpen: the daemon has not replied since a missed deadline; nothing was sent. Releases and goodbyes are
-                sent anyway, for the daemon to read when it continues; for these, only `receive` raises.
+                sent anyway, or queued, for the daemon to read when it continues; for these, only `receive` raises.
         """
         if self._circuit.state is not CircuitState.CLOSED and not self._answers_again():
             self._circuit.note_miss()
@@ -106,7 +106,18 @@ class SessionChannel(Channel):
                 raise self._circuit_open()
         self.give_back_late()
         self.posted.collect(self.has_come)
-        super().send(request, frames, deadline_ns=deadline_ns)
+        try:
+            super().send(request, frames, deadline_ns=deadline_ns)
+        except DaemonSilent as error:
+            self._note_silence(request, error)
+            if not self._is_queueing or not isinstance(request, Release):
+                raise
+            super().send(request, frames, deadline_ns=deadline_ns)
+
+    @property
+    def _is_queueing(self) -> bool:
+        """As for every channel; and while the daemon does not reply, so that no release costs a deadline, too."""
+        return super()._is_queueing or self._circuit.state is not CircuitState.CLOSED
 
     def give_back_late(self) -> None:
         """Release leases that were granted after the caller had stopped waiting, as far as their replies were read."""
@@ -173,15 +184,17 @@ class SessionChannel(Channel):
             self.is_stale = True
             raise
         except DeadlineExceeded as error:
-            if self.misses.is_on and self._circuit.state is CircuitState.CLOSED:
-                self._note_silence(request, str(error))
+            self._note_silence(request, error)
             raise
 
-    def _note_silence(self, request: Request, why: str) -> None:
-        if isinstance(request, _ANSWERED_SOON):
-            self._circuit.open(time.monotonic_ns(), why)
-        elif isinstance(request, _ANSWERED_LATE):
+    def _note_silence(self, request: Request, error: DaemonSilent | DeadlineExceeded) -> None:
+        if not self.misses.is_on or self._circuit.state is not CircuitState.CLOSED:
+            return
+        is_late = isinstance(request, _ANSWERED_LATE)
+        if is_late and isinstance(error, DeadlineExceeded):
             self._circuit.doubt(time.monotonic_ns())
+        elif is_late or isinstance(request, _ANSWERED_SOON):
+            self._circuit.open(time.monotonic_ns(), str(error))
         else:
             return
         self._send_probe()
@@ -194,19 +207,19 @@ class SessionChannel(Channel):
         except RequestError as error:
             _log.debug("no probe was sent: %s", error)
             return
-        if self._connection.send(parts):
+        if self._connection.send(parts, queued=True):
             self._probe = probe
         else:
             self.abandon(probe)
 
     def _answers_again(self) -> bool:
-        """Whether the probe was answered, so that requests may be sent again. Waits only briefly."""
+        """Whether the probe was answered, so that requests may be sent again. Waits only briefly, if at all."""
         probe = self._probe
         if probe is None:
             self._send_probe()
             return False
         is_answered = self.is_over(probe)
-        while not is_answered and self._poll(self._circuit.probe_grace_end_ns):
+        while not (is_answered or self._never_waits) and self._poll(self._circuit.probe_grace_end_ns):
             self._check_daemon()
             is_answered = self.is_over(probe)
         now_ns = time.monotonic_ns()
@@ -217,6 +230,8 @@ class SessionChannel(Channel):
                 self.receive(probe, Matched)
             return True
         if self._circuit.state is CircuitState.DOUBTED:
+            if self._never_waits and now_ns < self._circuit.probe_grace_end_ns:
+                return True  # an event loop waits for the reply to the request as well as for that to the probe
             self._circuit.open(now_ns, f"no reply from {self.endpoint} to a probe either")
         return False
 
@@ -228,7 +243,7 @@ class SessionChannel(Channel):
         linger_ms = 0
         try:
             if self.post(Bye(id=self.next_id())):
-                linger_ms = _FAREWELL_MS
+                linger_ms = FAREWELL_MS
         except DaemonUnreachable as error:
             _log.debug("no goodbye: %s", error)
         finally:
@@ -323,7 +338,7 @@ class EngineSession:
         self._is_closed = True
 
     def _close_channel(self) -> None:
-        self._channel.close(linger_ms=_FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
+        self._channel.close(linger_ms=FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ import itertools
 import select
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -17,11 +18,14 @@ from kvcached_client.protocol.engine import (
     Acquire,
     Acquired,
     Commit,
+    DeclareEnded,
+    DeclareOver,
     Header,
     LoadTicket,
     Match,
     Prefetch,
     Prefetched,
+    Rejoin,
     Release,
     Request,
 )
@@ -32,8 +36,6 @@ T = TypeVar("T")
 Answer = tuple[Header, list[bytes]] | None
 
 WAIT_S = 20
-#: More than a socket takes at once.
-LONG_PROMPT = BLOCK_SIZE * 60_000
 
 
 def run(daemon: FakeDaemon, work: Callable[[AsyncClient], Coroutine[Any, Any, T]], **options: Any) -> T:
@@ -121,8 +123,7 @@ def test_calls_of_one_lease_keep_their_order(daemon: FakeDaemon) -> None:
         await asyncio.gather(lease.commit(8), lease.commit(16), lease.release())
 
     run(daemon, work)
-    commits = daemon.of(Commit)
-    assert [each.start for each in commits if isinstance(each, Commit)] == [0, 2]
+    assert [each.start for each in daemon.of(Commit) if isinstance(each, Commit)] == [0, 2]
     assert isinstance(daemon.requests[-2][0], Release)
 
 
@@ -143,25 +144,125 @@ def test_other_tasks_run_while_a_call_waits(daemon: FakeDaemon) -> None:
     assert run(daemon, work, deadline_ms=200) > 10
 
 
-def test_late_lease_of_a_cancelled_task_is_given_back(daemon: FakeDaemon) -> None:
-    """A lease that is granted after its task was cancelled is released with the next call."""
+@pytest.mark.parametrize("is_read", [False, True])
+def test_late_lease_of_a_cancelled_task_is_given_back(daemon: FakeDaemon, is_read: bool) -> None:
+    """A lease whose grant comes after its task was cancelled, or was read just before, is released without a call."""
 
-    async def work(client: AsyncClient) -> None:
-        daemon.replies_together = 2
-        has_come = arrival(daemon, Acquire)
+    async def work(client: AsyncClient) -> bool:
+        has_come, grant, is_released = arrival(daemon, Acquire), held_reply(daemon, Acquire), arrival(daemon, Release)
         waiting = asyncio.create_task(client.acquire("r", client.chain(range(8))))
         assert await has_come()
+        if is_read:
+            grant.set()
+            assert is_readable(client)
+            client._channel.over([])  # reads it, as a call of another task would
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await client.match(client.chain(range(8)))  # brings the late grant
-        daemon.replies_together = 1
-        await client.match(client.chain(range(8)))
+        grant.set()
+        return await is_released()
 
-    run(daemon, work)
-    (released,) = daemon.of(Release)
-    assert isinstance(released, Release)
-    assert released.lease == 7
+    assert run(daemon, work)
+    assert [request.lease for request in daemon.of(Release) if isinstance(request, Release)] == [7]
+
+
+def test_release_that_is_cancelled_before_its_turn_is_sent(daemon: FakeDaemon) -> None:
+    """A lease is given back once its call under way is over, though the task that leaves it is cancelled again."""
+
+    async def work(client: AsyncClient) -> bool:
+        lease, leaves = await client.acquire("r", client.chain(range(16))), asyncio.Event()
+        has_come, reply, is_released = arrival(daemon, Commit), held_reply(daemon, Commit), arrival(daemon, Release)
+
+        async def leave() -> None:
+            async with lease:
+                leaves.set()
+
+        commits = [asyncio.create_task(lease.commit(tokens)) for tokens in (8, 16)]
+        assert await has_come()
+        leaving = asyncio.create_task(leave())
+        await leaves.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        reply.set()
+        await asyncio.gather(*commits)
+        return await is_released()
+
+    assert run(daemon, work)
+    assert [type(request) for request, _ in daemon.requests[-4:-1]] == [Commit, Commit, Release]
+
+
+def continue_session(daemon: FakeDaemon, request: Request, _: list[bytes]) -> Answer:
+    """Accept whoever rejoins."""
+    if isinstance(request, Rejoin):
+        return daemon.welcome(request.id), []
+    return (DeclareEnded(id=request.id, freed=0), []) if isinstance(request, DeclareOver) else None
+
+
+async def abandoned_rejoin(daemon: FakeDaemon, client: AsyncClient) -> threading.Event:
+    """What lets an attempt to rejoin go on, whose task was cancelled."""
+    daemon.script = partial(continue_session, daemon)
+    has_come, welcome = arrival(daemon, Rejoin), held_reply(daemon, Rejoin)
+    rejoining = asyncio.create_task(client.rejoin())
+    assert await has_come()
+    rejoining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rejoining
+    return welcome
+
+
+def test_rejoin_goes_on_although_its_task_is_cancelled(daemon: FakeDaemon) -> None:
+    """Calls that are made meanwhile wait for it, and the replies over the next connection wake their tasks."""
+
+    async def work(client: AsyncClient) -> tuple[int, int]:
+        await client.match(chain := client.chain(range(8)))
+        welcome = await abandoned_rejoin(daemon, client)
+        meanwhile = asyncio.gather(client.match(chain), client.rejoin())
+        welcome.set()
+        hit = (await meanwhile)[0]
+        has_come, reply = arrival(daemon, Match), held_reply(daemon, Match)
+        waiting = asyncio.create_task(client.match(chain))
+        assert await has_come()
+        reply.set()
+        return hit, await waiting
+
+    assert run(daemon, work) == (2, 2)
+    assert len(daemon.of(Rejoin)) == 1
+
+
+def test_rejoin_gives_up_the_calls_under_way(daemon: FakeDaemon) -> None:
+    """A call whose reply the earlier connection has not brought ends as at its deadline, which is far."""
+    answer = partial(continue_session, daemon)
+    daemon.script = lambda request, frames: (SILENCE, []) if isinstance(request, Match) else answer(request, frames)
+
+    async def work(client: AsyncClient) -> None:
+        has_come = arrival(daemon, Match)
+        waiting = asyncio.create_task(client.match(client.chain(range(8))))
+        assert await has_come()
+        await client.rejoin()
+        with pytest.raises(DeadlineExceeded):
+            await waiting
+
+    run(daemon, work, deadline_ms=60_000)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_closed_client_that_rejoins_leaves_no_session(daemon: FakeDaemon, is_cancelled: bool) -> None:
+    """A client that is closed during an attempt to rejoin ends the session that it gets, whatever it is told."""
+
+    async def work(client: AsyncClient) -> tuple[bool, bool]:
+        welcome = await abandoned_rejoin(daemon, client)
+        earlier, closing = client._channel, asyncio.create_task(client.aclose())
+        await asyncio.sleep(0)  # it waits
+        if is_cancelled:
+            closing.cancel()
+            await asyncio.wait([closing])
+        welcome.set()
+        await asyncio.wait([closing])
+        said_bye = await asyncio.to_thread(daemon.bye_came.wait, WAIT_S)
+        return said_bye, client._channel.is_closed and client._channel is not earlier
+
+    assert run(daemon, work) == (True, True)
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -230,17 +331,6 @@ def test_refusal_is_raised_by_its_own_call(daemon: FakeDaemon) -> None:
     assert isinstance(empty, BadRequest)
 
 
-def test_message_that_the_socket_does_not_take_at_once(daemon: FakeDaemon) -> None:
-    """The end of a long message is sent when the daemon reads; calls behind it wait for that, no longer."""
-
-    async def work(client: AsyncClient) -> tuple[bool, int]:
-        long = client.acquire("long", client.chain(range(LONG_PROMPT)))
-        lease, hit = await asyncio.gather(long, client.match(client.chain(range(8))))
-        return lease.granted, hit
-
-    assert run(daemon, work) == (True, 2)
-
-
 def test_loads_and_prefetches_are_awaited(daemon: FakeDaemon) -> None:
     """While a load goes on, the loop asks for a prefetch: a daemon that waits for both requests gets both."""
 
@@ -269,7 +359,7 @@ def test_loads_and_prefetches_are_awaited(daemon: FakeDaemon) -> None:
 def test_closed_client_leaves_nothing_in_the_loop(daemon: FakeDaemon) -> None:
     """After the end of the statement no descriptor is watched, and calls say that the client is closed."""
 
-    async def with_client() -> tuple[tuple[int, ...], list[bool]]:
+    async def with_client() -> list[bool]:
         client = await AsyncClient.connect(daemon.run_dir, heartbeat=False)
         async with client:
             await client.match(client.chain(range(8)))
@@ -278,26 +368,15 @@ def test_closed_client_leaves_nothing_in_the_loop(daemon: FakeDaemon) -> None:
         left = [loop.remove_reader(descriptor) for descriptor in watched]
         with pytest.raises(DaemonUnreachable):
             await client.match(client.chain(range(8)))
-        return watched, left
+        return left
 
-    watched, left = asyncio.run(with_client())
-    assert len(watched) == 2
-    assert left == [False, False]
-
-
-def awaited(call: Awaitable[T]) -> T:
-    """The result of one call, in a loop of its own."""
-
-    async def wait() -> T:
-        return await call
-
-    return asyncio.run(wait())
+    assert asyncio.run(with_client()) == [False, False]
 
 
 def test_connect_needs_a_daemon(tmp_path: Any) -> None:
     """Without a daemon `connect` raises what the blocking form raises."""
     with pytest.raises(DaemonUnreachable):
-        awaited(AsyncClient.connect(tmp_path))
+        asyncio.run(AsyncClient.connect(tmp_path))
 
 
 def test_reply_that_another_call_reads_wakes_its_task(daemon: FakeDaemon) -> None:

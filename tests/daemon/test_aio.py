@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,25 @@ def test_tasks_beside_each_other_serve_requests(tmp_path: Path) -> None:
             report = after.stats()
     assert (cold, warm, found) == ([0] * 3, [2] * 3, 5)
     assert (report.pools[0].leases, report.pools[0].states["quarantined"]) == (0, 0)
+
+
+def test_prompts_for_a_stopped_daemon_are_matched_when_it_continues(tmp_path: Path) -> None:
+    """Tasks whose prompts no longer fit into the socket keep no other task from letting the daemon continue."""
+
+    async def work(run_dir: Path, daemon_pid: int) -> list[int]:
+        async with await AsyncClient.connect(run_dir, deadline_ms=DEADLINE_MS) as client:
+            await serve(client, 0)
+            chains = [client.chain([0] * 8 + [number] * 100_000) for number in range(6)]
+            os.kill(daemon_pid, signal.SIGSTOP)
+            try:
+                matches = [asyncio.create_task(client.match(chain)) for chain in chains]
+                await asyncio.sleep(0)  # each has made its call
+            finally:
+                os.kill(daemon_pid, signal.SIGCONT)
+            return await asyncio.gather(*matches)
+
+    with supervised(tmp_path, ROOMY) as running:
+        assert asyncio.run(work(running.run_dir, running.daemon_pid)) == [2] * 6
 
 
 @pytest.mark.parametrize("failures", ["raise", "miss"])

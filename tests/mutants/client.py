@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from kvcached_client.aio.lease import AsyncLease
 from kvcached_client.blocks import header, mapping
 from kvcached_client.blocks.copy import MemoryCopier
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.blocks.transfers import BlockTransfers
 from kvcached_client.keys import KeyChain
+from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.prompts import AcquiredPrompts
 from tests.mutants.mutant import caught_by, rewrite
 
@@ -113,3 +115,15 @@ def _of(patch: pytest.MonkeyPatch, module: str) -> Any:
     # transformers imports anyio before pytest, which looks for a plugin in it, and warns.
     patch.setenv("PYTEST_ADDOPTS", "-Wignore::pytest.PytestAssertRewriteWarning")
     return import_module(f"kvcached_client.transformers.{module}")
+
+
+@caught_by("tests/client/test_connection.py::test_loop_goes_on_while_the_daemon_reads_nothing")
+def event_loop_waits_for_a_full_socket(patch: pytest.MonkeyPatch) -> None:
+    """Every call of an async client stops the loop while the daemon reads nothing."""
+    rewrite(patch, Channel.never_wait, "self._never_waits = True", "pass")
+
+
+@caught_by("tests/client/test_aio.py::test_release_that_is_cancelled_before_its_turn_is_sent")
+def cancelled_release_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A lease whose release is cancelled while it waits for its turn is never given back."""
+    rewrite(patch, AsyncLease._carry_out, "self._owed.append(steps)", "pass")
