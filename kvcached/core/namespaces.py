@@ -268,7 +268,8 @@ class Namespaces:
         Those that were without for longest come first. Their share is theirs for a while: an engine may come back.
         """
         allocator = self._allocator
-        idle = (each for each in self._idle() if not each.host.slabs or allocator.must_give(each.host, taker, keep=0))
+        others = (each for each in self._idle() if each.host is not taker)  # a fetch may take for one without a session
+        idle = (each for each in others if not each.host.slabs or allocator.must_give(each.host, taker, keep=0))
         namespace = next(idle, None)
         if namespace is None:
             return False

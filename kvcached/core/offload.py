@@ -268,8 +268,8 @@ class Offload:
     ) -> TransferState | None:
         """A shard no longer reads or writes the slots of a copy, well or with an error; the last shard ends the copy.
 
-        A report about a copy that has ended changes nothing. Returns the state of the copy now; None for one that had
-        ended before.
+        A report about a copy that has ended changes nothing, nor does a second one of a shard. Returns the state of the
+        copy now; None for one that had ended before.
 
         Args:
             session_id: the shard's session.
@@ -289,6 +289,8 @@ class Offload:
             raise Refusal(Why.OTHER_KIND, transfer=transfer, present=copy.kind, kind=kind)
         if corrupt and copy.kind is not TransferKind.LOAD:
             raise Refusal(Why.CORRUPT_STORE, transfer=transfer)
+        if shard != EVERY_SHARD and shard not in copy.waiting:  # it has said so before
+            return copy.state
         copy.corrupt.update(block for block in corrupt if 0 <= block < copy.blocks)
         if self._copies.settled(copy, shard, error):
             self._copies.end(session, copy)
@@ -315,8 +317,9 @@ class Offload:
             self._table.paused
         ):  # as where there is no room: what is offered behind the lease's depth may be offered again
             return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
-        wanted = 0 if session.read_only else self._copies.wanted(lease, keys)
-        if not wanted and keys:
+        may_store = self._copies.may_store(session, lease)
+        wanted = self._copies.wanted(lease, keys) if may_store else 0
+        if not wanted and (keys or not may_store):
             return self._copies.pass_over(lease, keys)
         self._check_room(session)
         if lease.tree.reuse is not None:

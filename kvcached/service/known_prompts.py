@@ -77,6 +77,10 @@ class KnownPrompts:
             self.size_bytes -= len(self._keys.pop(last))
         self._keys[last] = keys
         self.size_bytes += len(keys)
+        self.trim()
+
+    def trim(self) -> None:
+        """Forget what is beyond the limit, which is lower the more sessions there are."""
         most = min(KNOWN_BYTES_MAX, _ALL_KNOWN_BYTES_MAX // max(self._sessions(), 1))
         while self.size_bytes > most:
             self.size_bytes -= len(self._keys.popitem(last=False)[1])

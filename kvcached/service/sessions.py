@@ -215,6 +215,8 @@ class EngineGroups:
         prompts = KnownPrompts(self._known_blocks_min, lambda: len(self._by_session))
         group = EngineGroup(session, token, connection, scheduler, answers, prompts, members)
         self._by_session[session] = group
+        for each in self._by_session.values():
+            each.prompts.trim()
         self.version += 1
         return group
 

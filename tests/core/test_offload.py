@@ -11,7 +11,7 @@ from kvcached.core import offload
 from kvcached.core import session as core_session
 from kvcached.core.cache import Cache
 from kvcached.core.messages import TransferKind
-from kvcached.core.slots.states import SlotState
+from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD
 from kvcached_client.errors import ErrorCode
 from kvcached_client.types import LeaseId, SessionId, TransferId
@@ -102,6 +102,17 @@ def test_a_shard_counts_once(cache: Cache, engine: OffloadEngine) -> None:
 
     assert engine.hit("ab") == 0
     cache.offload.transfer_done(engine.session, TransferKind.STORE, plan.transfer, 0, "")
+    assert engine.hit("ab") == 2
+
+
+def test_second_word_of_a_shard_changes_nothing(cache: Cache, engine: OffloadEngine) -> None:
+    """A shard that is through with a store cannot make it fail while another shard writes."""
+    lease = engine.acquire("ab")
+    store = engine.prepare(lease, "ab").transfer
+    for error in ("", "a retry that gives up"):
+        assert engine.core.transfer_done(engine.session, TransferKind.STORE, store, 0, error) == TransferState.RUNNING
+    engine.core.transfer_done(engine.session, TransferKind.STORE, store, 1, "")
+
     assert engine.hit("ab") == 2
 
 

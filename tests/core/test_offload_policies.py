@@ -52,6 +52,24 @@ def test_session_that_is_read_only_hits_and_stores_nothing(new_offload: NewOfflo
     assert writer.store("abcdef") == [4, 5]
 
 
+@pytest.mark.parametrize("why", ["read only", "never", "passed over"])
+def test_offer_of_no_blocks_stores_no_more_than_others(why: str, new_offload: NewOffload) -> None:
+    """A lost copy is asked for again of those only whose blocks are copied, and the lease stays where it is."""
+    cache = new_offload()
+    OffloadEngine(cache).store("abcd")
+    engine = OffloadEngine(cache, read_only=why == "read only")
+    lease = engine.acquire("abcdef")
+    engine.complete(engine.load(lease).transfer, 1)
+    if why == "passed over":
+        cache.trees[0].set_write_policy(SELECTIVE)
+        assert engine.prepare(lease, "abcdef").depth == 6
+    elif why == "never":
+        cache.trees[0].set_write_policy(WritePolicy.NEVER)
+    plan = engine.core.prepare_store(engine.session, lease.id, lease.reached, b"")
+
+    assert (plan.transfer, plan.depth, plan.pieces) == (0, lease.reached, [])
+
+
 def test_second_offer_is_copied(new_offload: NewOffload) -> None:
     """Under the selective policy a block is copied when a second request offers it, with those before it."""
     engine = engine_under(new_offload, SELECTIVE)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.messages import MemberLost, MembersDied
+from kvcached.core.messages import MemberLost, MembersDied, StorageAnswered, StorageReady
 from kvcached.core.namespaces import NamespaceSpec, PoolSpec
 from kvcached.core.slots.states import SlotState
-from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, healthy, refused
+from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, healthy, keys_of, refused
 from tests.core.host_tier import Workers, host_hit, host_of
 from tests.core.offload_engine import OffloadEngine, let_rest, space
 from tests.core.tier_world import slots_of
@@ -253,6 +253,21 @@ def test_slab_is_held_back_for_a_namespace_in_use_that_has_none(new_offload: Mak
 
     assert len(engine.host.slabs) == 3
     assert len(other.store("abcd")) == 4
+
+
+def test_namespace_does_not_make_room_for_itself(new_offload: MakeOffload) -> None:
+    """A fetch that goes on after its engine has left gets a slab of others; its namespace is not forgotten for it."""
+    cache = new_offload(slabs=4)
+    cache.handle(StorageReady())
+    OffloadEngine(cache).store(SIXTEEN)
+    engine = OffloadEngine(cache, space("n"))
+    fetch = cache.prefetch(engine.session, 0, keys_of("wxyz"), 4 * BLOCK_SIZE, 0.0, full=True)
+    cache.close_session(engine.session)
+    cache.handle(StorageAnswered(fetch.id, 4, 1))
+
+    assert engine.host in cache.slab_allocator.pools
+    assert len(engine.host.slabs) == 1
+    assert healthy(cache)
 
 
 def test_offload_engines_and_device_pools_share_the_slabs() -> None:

@@ -11,6 +11,7 @@ from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import PendingReplies
 from kvcached.service.service import Service
+from kvcached.service.sessions import EngineGroups
 from kvcached.service.sleep_verbs import SleepVerbs
 from tests.mutants.mutant import caught_by, rewrite
 
@@ -113,3 +114,9 @@ def namespace_not_checked(patch: pytest.MonkeyPatch) -> None:
 def label_of_a_known_namespace_not_checked(patch: pytest.MonkeyPatch) -> None:
     """An engine uses the namespace of others by declaring it under a label of its own."""
     patch.setattr(OffloadAdmission, "_known_labels", lambda *_: [])
+
+
+@caught_by("tests/service/test_known_prompts.py::test_sessions_share_one_memory")
+def earlier_sessions_keep_their_larger_part(patch: pytest.MonkeyPatch) -> None:
+    """Sessions that come one after the other remember more prompts together than all may."""
+    rewrite(patch, EngineGroups._new, "each.prompts.trim()", "pass")

@@ -100,6 +100,8 @@ def test_sessions_share_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(office.service._groups.owner(peer).prompts.size_bytes // KEY_SIZE_BYTES)
 
     assert sizes == [24, 12, 8]
+    groups = [office.service._groups.owner(bytes([number]) * 4) for number in range(3)]
+    assert [group.prompts.size_bytes // KEY_SIZE_BYTES for group in groups] == [8, 8, 8]
 
 
 def test_next_turn_hits_what_the_last_one_stored() -> None:

@@ -110,14 +110,16 @@ class EngineCopies:
         """Whether a store of another session writes the first block behind a hit."""
         return store_behind(hit, tree, keys, self._table.engine.values(), session.transfers) is not NO_STORE
 
+    def may_store(self, session: OffloadSession, lease: OffloadLease) -> bool:
+        """Whether blocks of a lease may be copied, also lost ones. None is, behind one that was passed over."""
+        return not (session.read_only or lease.passed or lease.tree.write_policy is WritePolicy.NEVER)
+
     def wanted(self, lease: OffloadLease, keys: bytes) -> int:
-        """How many leading blocks of an offer the write policy has copied.
+        """How many leading blocks of an offer the write policy has copied, if any may be.
 
         The daemon does not see such an engine's device memory, so that write-back is write-through here.
         """
         policy = lease.tree.write_policy
-        if lease.passed or policy is WritePolicy.NEVER:
-            return 0
         if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             return self._admission_filter.depth(lease.tree.namespace, lease.generation, keys)
         return len(keys) // KEY_SIZE
