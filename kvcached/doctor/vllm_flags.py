@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -27,6 +27,9 @@ TRANSFER_CONFIG: Final = {
 }
 #: The connector that takes sliding windows and states, with vLLM's hybrid cache manager.
 HYBRID_CONNECTOR: Final = "KvcachedHybridConnector"
+#: vLLM's own, which joins others. How loads fail that one of them has made is what its configuration says.
+_MULTI_CONNECTOR: Final = "MultiConnector"
+_POLICY: Final = "kv_load_failure_policy"
 #: What is right in that place, too: an engine that only loads.
 _ALSO: Final = {"kv_connector": HYBRID_CONNECTOR, "kv_role": "kv_consumer"}
 DEFAULT_ALGORITHM: Final = "sha256"
@@ -119,10 +122,14 @@ def _transfer_config(flags: VllmFlags, run_dir: Path, *, on_cuda: bool) -> Itera
     except (ValueError, TypeError) as error:
         yield Finding(_CHECK, "fail", f"--kv-transfer-config is no JSON object: {error}", f"write {whole}")
         return
-    for name, wanted in TRANSFER_CONFIG.items():
-        if config.get(name) not in (wanted, _ALSO.get(name, wanted)):
-            said = repr(config[name]) if name in config else "missing"
-            yield Finding(_CHECK, "fail", f"--kv-transfer-config: {name} is {said}", f'write "{name}": "{wanted}"')
+    if config.get("kv_connector") == _MULTI_CONNECTOR:
+        yield from _fields(config, ("kv_role", _POLICY))
+        config = _joined(config)
+        if config is None:
+            said = f"--kv-transfer-config: {_MULTI_CONNECTOR} joins no connector of kvcached"
+            yield Finding(_CHECK, "fail", said, f"add {json.dumps(TRANSFER_CONFIG)} to its connectors")
+            return
+    yield from _fields(config, TRANSFER_CONFIG)
     extra = config.get("kv_connector_extra_config", {})
     try:
         settings = read_settings(extra, config.get("kv_role", TRANSFER_CONFIG["kv_role"]))
@@ -138,6 +145,24 @@ def _transfer_config(flags: VllmFlags, run_dir: Path, *, on_cuda: bool) -> Itera
         )
     if settings.device_memory == "daemon":
         yield from _device_memory(flags, on_cuda=on_cuda)
+
+
+def _fields(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[Finding]:
+    """What some fields of a connector's configuration do not say as they have to."""
+    for name in names:
+        wanted = TRANSFER_CONFIG[name]
+        if config.get(name) not in (wanted, _ALSO.get(name, wanted)):
+            said = repr(config[name]) if name in config else "missing"
+            yield Finding(_CHECK, "fail", f"--kv-transfer-config: {name} is {said}", f'write "{name}": "{wanted}"')
+
+
+def _joined(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the connector of kvcached's among those that vLLM's `MultiConnector` joins."""
+    extra = config.get("kv_connector_extra_config")
+    joined = extra.get("connectors") if isinstance(extra, dict) else None
+    own = (TRANSFER_CONFIG["kv_connector"], HYBRID_CONNECTOR)
+    connectors = [each for each in joined if isinstance(each, dict)] if isinstance(joined, list) else []
+    return next((each for each in connectors if each.get("kv_connector") in own), None)
 
 
 def _device_memory(flags: VllmFlags, *, on_cuda: bool) -> Iterator[Finding]:

@@ -168,6 +168,32 @@ def test_object_beside_its_fields_behind_dots_is_not_read() -> None:
     assert (finding.level, finding.fix) == ("fail", "write all fields in one of the two ways")
 
 
+def joined(*connectors: object, **fields: object) -> list[str]:
+    """The good arguments with vLLM's connector that joins others."""
+    extra = {"kv_connector_extra_config": {"connectors": list(connectors)}}
+    return changed(kv_connector="MultiConnector", kv_connector_module_path=None, **extra, **fields)
+
+
+def test_connector_that_is_joined_with_others_is_as_good() -> None:
+    """What `MultiConnector` joins is looked at: the connector of kvcached's, and nothing of the others."""
+    assert problems(joined({"kv_connector": "ExampleConnector"}, TRANSFER_CONFIG)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (joined({"kv_connector": "ExampleConnector"}, "words"), "MultiConnector joins no connector of kvcached"),
+        (changed(kv_connector="MultiConnector", kv_connector_extra_config=[]), "MultiConnector joins no connector"),
+        (joined(TRANSFER_CONFIG, kv_load_failure_policy=None), "kv_load_failure_policy is missing"),
+        (joined({**TRANSFER_CONFIG, "kv_role": "kv_producer"}), "kv_role is 'kv_producer'"),
+    ],
+)
+def test_what_would_not_work_among_joined_connectors_fails(arguments: list[str], said: str) -> None:
+    """VLLM asks `MultiConnector` itself what to do when a load fails; all else is the joined connector's."""
+    (problem,) = problems(arguments)
+    assert (problem.level, said in problem.text) == ("fail", True)
+
+
 def test_hashes_that_only_one_python_shares_are_a_warning() -> None:
     """The default algorithm of vLLM works, but not for everybody."""
     assert [finding.level for finding in problems(GOOD[:-2])] == ["warn"]

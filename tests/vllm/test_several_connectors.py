@@ -1,7 +1,8 @@
-"""kvcached beside another connector of vLLM's, joined by `MultiConnector`."""
+"""kvcached beside another connector of vLLM's, joined by `MultiConnector`; and what workers tell of their blocks."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE
 from tests.vllm.conftest import Prompts
-from tests.vllm.server import CONNECTOR, VllmServer, ended
+from tests.vllm.server import CONNECTOR, VllmServer, ended, environment, interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -43,3 +44,42 @@ def test_prompt_comes_from_the_daemon_beside_another_connector(models: Path, pro
             assert server.metric("vllm:kvcached_loaded_blocks_total") == 5
     finally:
         daemon.stop()
+
+
+#: What kvcached is told of workers' blocks: by another connector, and by ranks of a model with one head and states.
+CHECKS = """
+from types import SimpleNamespace
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from kvcached_client.vllm.daemon.connect import common_layout
+from kvcached_client.vllm.messages import KvcachedPages
+
+def config(ranks):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1),
+        cache_config=SimpleNamespace(block_size=16),
+        speculative_config=None,
+    )
+
+attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
+state = MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,))
+pages = {rank: KvcachedPages(4, 4096, (4096,), bytes(16), b"", None) for rank in range(2)}
+for specs in ([attention], [attention, state]):
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    print(common_layout(pages, config(2), cache).replicated)
+try:
+    common_layout({0: SimpleNamespace(agent="of another connector")}, config(1), cache)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_workers_blocks_are_what_their_ranks_have() -> None:
+    """Ranks with states of their own have no blocks in common, and what another connector tells is refused in words."""
+    done = subprocess.run(
+        [interpreter(), "-P", "-c", CHECKS], env=environment(None), capture_output=True, text=True, check=True
+    )
+    alike, divided, refused = done.stdout.splitlines()[-3:]
+    assert (alike, divided) == ("True", "False")
+    assert refused.startswith("the workers have told of SimpleNamespace instead of their KV tensors: MultiConnector")
