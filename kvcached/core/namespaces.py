@@ -268,7 +268,7 @@ class Namespaces:
         Those that were without for longest come first. Their share is theirs for a while: an engine may come back.
         """
         allocator = self._allocator
-        others = (each for each in self._idle() if each.host is not taker)  # a fetch may take for one without a session
+        others = (each for each in self._idle() if each.host is not taker)  # whose session ended while it fetched
         idle = (each for each in others if not each.host.slabs or allocator.must_give(each.host, taker, keep=0))
         namespace = next(idle, None)
         if namespace is None:
