@@ -19,9 +19,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvcached_client import Admin
 from tests.gpu.vllm_engine import (
@@ -36,6 +36,7 @@ from tests.gpu.vllm_engine import (
     describe_model,
     place,
 )
+from tests.vllm.tiny_hybrid import FAMILIES
 from tests.vllm.tiny_model import VOCABULARY, Shape, model_weights, write
 
 #: Of a prompt, without the number of the prompt, and without what it shares with others: as many again.
@@ -51,7 +52,7 @@ class Kind:
     """What engines are like.
 
     Attributes:
-        model: its name.
+        model: its family, of `tiny_hybrid`, or plain.
         options: of `vllm.LLM`.
         connector: the class of the connector.
         settings: of the connector.
@@ -63,14 +64,25 @@ class Kind:
     settings: Report = field(default_factory=dict)
 
 
-KINDS: Final = {
+#: What any device takes.
+_USUAL: Final = {
     "process": Kind(),
     "thread": Kind(settings={"copies": "thread"}),
     "daemon": Kind(settings=_DAEMON),
     "triton": Kind(options=EAGER | {"attention_backend": "TRITON_ATTN"}),
     "graphs": Kind(options=GRAPHS),
-    "windows": Kind(model="windows", connector=_HYBRID),
-    "windows-daemon": Kind(model="windows", connector=_HYBRID, settings=_DAEMON),
+    "windows": Kind(model="gemma3", connector=_HYBRID),
+    "windows-daemon": Kind(model="gemma3", connector=_HYBRID, settings=_DAEMON),
+    "states": Kind(model="lfm2", connector=_HYBRID),
+    "states-daemon": Kind(model="lfm2", connector=_HYBRID, settings=_DAEMON),
+    "latent": Kind(model="deepseek"),
+    "latent-daemon": Kind(model="deepseek", settings=_DAEMON),
+}
+#: FlashMLA, which is for Hopper's devices alone, takes blocks of 64 tokens, of which each of vLLM's is two.
+_DIVIDED: Final = EAGER | {"attention_backend": "FLASHMLA", "block_size": 128}
+KINDS: Final = _USUAL | {
+    "divided": Kind(model="deepseek", options=_DIVIDED),
+    "divided-daemon": Kind(model="deepseek", options=_DIVIDED, settings=_DAEMON),
 }
 
 
@@ -81,10 +93,10 @@ class Answers(NamedTuple):
     cached: list[Report]
 
 
-_MODELS: Final = {
-    "plain": Shape(layers=4, heads=8, kv_heads=4, head_dim=128),
-    "windows": Shape(layers=4, heads=8, kv_heads=4, head_dim=128, window=128),
-}
+#: Of a plain model, and of one with windows.
+_SHAPE: Final = Shape(layers=4, heads=8, kv_heads=4, head_dim=128)
+#: Tokens of a window, or of a convolution.
+_WIDTHS: Final = {"gemma3": 128, "lfm2": 4}
 
 
 class Trial:
@@ -99,8 +111,8 @@ class Trial:
 
     def __init__(self, where: Place, name: str, prompts: int, known: dict[str, Answers]) -> None:
         self._where, self._name, self._kind = where, name, KINDS[name]
-        # With windows, vLLM by itself does not find what prompts have in common, and computes it in larger pieces.
-        shared_tokens = 0 if self._kind.model == "windows" else _TOKENS
+        # With several groups, vLLM by itself does not find all that prompts share, and computes it in larger pieces.
+        shared_tokens = 0 if self._kind.connector == _HYBRID else _TOKENS
         self._prompts = prompts_of(random.Random(1), prompts, shared_tokens=shared_tokens)
         self._options = self._options_of(self._kind)
         key = json.dumps(self._options, sort_keys=True)
@@ -177,11 +189,16 @@ class Trial:
     def _options_of(self, kind: Kind) -> Report:
         folder = self._where.folder / kind.model
         if not folder.exists():
-            shape = _MODELS[kind.model]
-            describe_model(folder, shape.config())
-            write(folder, model_weights(shape, 0), "model.safetensors", {})
+            shape = replace(_SHAPE, window=_WIDTHS.get(kind.model, 0))
+            config, weights = FAMILIES.get(kind.model, _plain)(shape)
+            describe_model(folder, config)
+            write(folder, weights, "model.safetensors", {})
         sizes = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
         return OPTIONS | sizes | {"kv_cache_memory_bytes": 256 << 20, "model": str(folder)} | kind.options
+
+
+def _plain(shape: Shape) -> tuple[Report, Any]:
+    return shape.config(), model_weights(shape, 0)
 
 
 def prompts_of(source: random.Random, count: int, *, shared_tokens: int = _TOKENS) -> list[Prompt]:
@@ -198,7 +215,7 @@ def tokens_of(source: random.Random, count: int) -> list[int]:
 def main() -> int:
     """All kinds and the control, or what is asked for."""
     parser = argparse.ArgumentParser(description="stock vLLM's answers on a device, with and without kvcached")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="default: all")
+    parser.add_argument("--kinds", nargs="*", default=list(_USUAL), choices=KINDS, help="default: all but divided")
     parser.add_argument("--prompts", type=int, default=6, help="of each engine (default: %(default)s)")
     parser.add_argument("--host-gib", type=float, default=2, help="of the host pool (default: %(default)s)")
     parser.add_argument("--device-gib", type=float, default=2, help="for engines' memory (default: %(default)s)")

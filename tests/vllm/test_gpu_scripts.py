@@ -31,11 +31,12 @@ def script(*arguments: str) -> Any:
 
 def test_answers_are_those_of_vllm_alone() -> None:
     """Answers after a reset, after deaths of engine and daemon are vLLM's own to the last bit; wrong loads are seen."""
-    report = script("tests.gpu.vllm_answers", "--kinds", "windows-daemon", "--prompts", "3")
+    report = script("tests.gpu.vllm_answers", "--kinds", "windows-daemon", "states", "--prompts", "3")
 
-    turns = [each for each in report["windows-daemon"].values() if isinstance(each, dict)]
-    assert [turn["right_to_the_last_bit"] for turn in turns] == [3] * 5
-    assert all(turn["tokens_found"] >= 3 * 288 for turn in turns[1:])
+    for kind, count in (("windows-daemon", 5), ("states", 4)):
+        turns = [each for each in report[kind].values() if isinstance(each, dict)]
+        assert [turn["right_to_the_last_bit"] for turn in turns] == [3] * count
+        assert all(turn["tokens_found"] >= 3 * 288 for turn in turns[1:])
     assert report["control"]["right_to_the_last_bit"] == 0 < report["control"]["tokens_found"]
 
 

@@ -1,9 +1,10 @@
-"""Writes a small model of a family whose layers have several kinds of caches, with random weights.
+"""Writes a small model of a family whose caches are not all heads of all tokens, with random weights.
 
     python -m tests.vllm.tiny_hybrid FOLDER FAMILY [--window N]
 
 FAMILY is one of:
 
+- `deepseek`: latent attention: a layer keeps one vector of each token, from which all its heads are computed;
 - `gemma3`: every other layer attends to a window of so many tokens;
 - `gemma4`: likewise, and the other layers have heads twice as wide, so that vLLM's blocks hold half as many tokens;
 - `mistral`: every layer attends to the window;
@@ -23,11 +24,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.vllm.tiny_model import TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, Shape, model_weights, write
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
+def deepseek(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Those of a DeepSeek without experts, whose latent vectors are as long as DeepSeek's: kernels take no others."""
+    plain = Shape(layers=shape.layers, heads=8)
+    latent, turned, unturned, values = 512, 64, 128, 128
+    config = plain.config() | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": plain.heads,
+        "q_lora_rank": None,
+        "kv_lora_rank": latent,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": unturned,
+        "v_head_dim": values,
+        "first_k_dense_replace": plain.layers,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    del config["head_dim"], config["rope_theta"]
+    sizes = {
+        "q_proj": (plain.heads * (unturned + turned), plain.hidden),
+        "kv_a_proj_with_mqa": (latent + turned, plain.hidden),
+        "kv_b_proj": (plain.heads * (unturned + values), latent),
+        "o_proj": (plain.hidden, plain.heads * values),
+    }
+    source = torch.Generator().manual_seed(4)
+    weights = {name: each for name, each in model_weights(plain, 0).items() if ".self_attn." not in name}
+    for prefix in (f"model.layers.{layer}.self_attn" for layer in range(plain.layers)):
+        for name, size in sizes.items():
+            weights[f"{prefix}.{name}.weight"] = torch.randn(size, generator=source) * size[1] ** -0.5 * 3
+        weights[f"{prefix}.kv_a_layernorm.weight"] = torch.ones(latent)
+    return config, weights
 
 
 def gemma3(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -151,6 +183,8 @@ def lfm2(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def qwen3_next(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Those of a Qwen3-Next, as transformers makes them; vLLM's kernel takes heads of 128."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM  # takes seconds, and others do without  # noqa: PLC0415
+
     wide = Shape(layers=4, heads=2, kv_heads=1, head_dim=64)
     torch.manual_seed(3)
     config = Qwen3NextConfig(
@@ -173,6 +207,7 @@ def qwen3_next(shape: Shape) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 FAMILIES = {
+    "deepseek": deepseek,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "gpt_oss": gpt_oss,
