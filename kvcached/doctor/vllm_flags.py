@@ -11,7 +11,7 @@ from typing import Any, Final, get_args
 from kvcached.doctor.arguments import nested, read_arguments
 from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_config
 from kvcached_client.blocks.host_layout import slots_per_slab, smallest_slab
-from kvcached_client.blocks.layout import DType, layout_from_model_config
+from kvcached_client.blocks.layout import DType, Layout, layout_from_model_config
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.engine import OffloadInfo
@@ -38,7 +38,8 @@ _BLOCK_SIZE_UNIT: Final = 32
 #: What vLLM takes where none is named, on CPUs and on CUDA devices.
 _DEFAULT_BLOCK_SIZE: Final = 128
 _DEFAULT_BLOCK_SIZE_ON_CUDA: Final = 16
-_SINGLE: Final = ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size", "nnodes")
+_SINGLE: Final = ("decode-context-parallel-size", "prefill-context-parallel-size", "nnodes")
+_LAYERS: Final = "num_hidden_layers"
 _SHORT: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size"}
 _TRANSFER: Final = "kv-transfer-config"
 _CHECK: Final = "vllm flags"
@@ -326,11 +327,14 @@ def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo, *, on_cuda:
     try:
         by_default = _DEFAULT_BLOCK_SIZE_ON_CUDA if on_cuda else _DEFAULT_BLOCK_SIZE
         block_size = int(flags.options.get("block-size") or by_default)
-        shards = int(flags.options.get("tensor-parallel-size") or 1)
+        ranks = int(flags.options.get("tensor-parallel-size") or 1)
+        stages = int(flags.options.get("pipeline-parallel-size") or 1)
         config = read_config(model)
-        layout = layout_from_model_config(
-            _as_one_group(config), block_size=block_size, shards=shards, kv_dtype=_dtype(flags, config)
-        )
+        of_stage = _as_one_group(config)
+        layers = of_stage.get(_LAYERS) if stages > 1 else 0
+        if layers:
+            of_stage[_LAYERS] = layers // stages
+        layout = layout_from_model_config(of_stage, block_size=block_size, shards=ranks, kv_dtype=_dtype(flags, config))
     except (RequestError, ValueError, OSError, AttributeError) as error:
         yield Finding(
             "layout",
@@ -339,15 +343,23 @@ def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo, *, on_cuda:
             "compare it by hand: docs/configuration.md",
         )
         return
+    if layers and layers % stages:
+        told = f"{stages} pipeline stages have unlike parts of {layers} layers"
+        yield Finding("layout", "fail", told, "choose a --pipeline-parallel-size that divides the layers")
+        return
+    yield _compared(layout, ranks * stages, layout.host_parts if stages == 1 else ranks * stages, offered.slab_bytes)
+
+
+def _compared(layout: Layout, shards: int, parts: int, slab_bytes: int) -> Finding:
+    """Whether a slab has room for the parts of a block, of which shards have one each, or all the same one."""
     size = layout.bytes_per_block()
-    slots = slots_per_slab(offered.slab_bytes, size, layout.host_parts)
-    alike = ", and is held once for all" if layout.host_parts < shards else ""
-    words = f"a block of {block_size} tokens takes {size} bytes on each of {shards} shards{alike}"
+    slots = slots_per_slab(slab_bytes, size, parts)
+    alike = ", and is held once for all" if parts < shards else ""
+    words = f"a block of {layout.block_size} tokens takes {size} bytes on each of {shards} shards{alike}"
     if slots:
-        yield Finding("layout", "ok", f"{words}; {slots} of them in a slab of {offered.slab_bytes} bytes")
-    else:
-        fix = f"set slab_bytes in the daemon's [host] table to {smallest_slab(size, layout.host_parts)} or more"
-        yield Finding("layout", "fail", f"{words}: a slab of {offered.slab_bytes} bytes holds none", fix)
+        return Finding("layout", "ok", f"{words}; {slots} of them in a slab of {slab_bytes} bytes")
+    fix = f"set slab_bytes in the daemon's [host] table to {smallest_slab(size, parts)} or more"
+    return Finding("layout", "fail", f"{words}: a slab of {slab_bytes} bytes holds none", fix)
 
 
 def _as_one_group(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcached_client.blocks.pages import EnginePages
@@ -32,7 +31,7 @@ from kvcached_client.engines.weights import WeightReader, default_notes_folder, 
 from kvcached_client.tensors import OtherMemory, current_device, current_stream
 from kvcached_client.vllm.cache_events import cache_events, publishes_events
 from kvcached_client.vllm.computed_steps import ComputedSteps, steps_of
-from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log
+from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log, own_shard
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.device_memory import RankMemory, own_device, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
@@ -56,6 +55,7 @@ from kvcached_client.vllm.settings import (
     check_config,
     check_device_memory,
     read_settings,
+    shards_of,
 )
 from kvcached_client.vllm.worker import WorkerSide
 
@@ -129,7 +129,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Where vLLM allocates its KV cache: in memory of the daemon, if that is wanted."""
         if self._settings.device_memory != "daemon":
             return None
-        kind, rank = self._vllm_config.device_config.device_type, get_tensor_model_parallel_rank()
+        kind, rank = self._vllm_config.device_config.device_type, own_shard(self._vllm_config)
         question = pool_question(self._vllm_config, self._kv_cache_config, rank, own_device(kind, current_device))
         self._memory = RankMemory(question, self._settings)
         return OtherMemory(self._memory.allocate, kind)
@@ -142,7 +142,9 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             BadRequest: the tensors are neither on the CPU nor on one CUDA device, or their blocks are not contiguous.
             DeviceError: this process cannot call the CUDA driver.
         """
-        pages = EnginePages.of_tensors(tensors_of(kv_caches), expected := self._kv_cache_config.num_blocks)
+        pages = EnginePages.of_tensors(
+            tensors_of(kv_caches, self._vllm_config), expected := self._kv_cache_config.num_blocks
+        )
         if pages.blocks != expected:
             raise ValueError(
                 f"the KV tensors have {pages.blocks} blocks where vLLM counts {expected}, which is no whole number of "
@@ -150,7 +152,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             )
         self._pages = pages
         shards = Shards(
-            pages, get_tensor_model_parallel_rank(), current_stream, log=log,
+            pages, own_shard(self._vllm_config), current_stream, log=log,
             deadline_ms=self._settings.hold_deadline_ms,
             in_process=self._settings.copies == "process",
             memory=None if self._memory is None else self._memory.of_copies([layer.address for layer in pages.layers]),
@@ -224,7 +226,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if report is None and computed is None:
             return None
         done, failed = ({}, set()) if report is None else (report.done, report.failed)
-        return KvcachedReport(done, failed, {} if computed is None else {get_tensor_model_parallel_rank(): computed})
+        return KvcachedReport(done, failed, {} if computed is None else {own_shard(self._vllm_config): computed})
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
@@ -239,7 +241,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._link,
             gpu_block_pool,
             chains=self._chains(gpu_block_pool),
-            shards=self._vllm_config.parallel_config.tensor_parallel_size,
+            shards=shards_of(self._vllm_config),
             hold_deadline_s=self._settings.hold_deadline_ms / 1000,
             may_fetch=self._settings.prefetch != "off",
             may_store=not self._settings.read_only,
@@ -250,8 +252,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """How blocks form chains."""
         return Chains(self._vllm_config.cache_config.block_size)
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KvcachedPages]) -> None:
-        """Accept the workers' pages, by rank, and connect to the daemon. vLLM 0.33 repeats them when it has woken up.
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KvcachedPages]) -> None:
+        """Accept the workers' pages, by pipeline stage and rank, and connect. vLLM 0.33 repeats them when it wakes up.
 
         Raises:
             ValueError: the blocks of the workers differ.

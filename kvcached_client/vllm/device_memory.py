@@ -27,7 +27,7 @@ from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.transport.attach import PoolDescriptors, claim_pool, close_all
 from kvcached_client.transport.run_dir import default_run_dir
-from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig
+from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig, parallel_label, shards_of
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine_pool import EnginePoolMemory
@@ -63,9 +63,9 @@ def own_device(kind: str, current_device: Callable[[], int]) -> str:
 def pool_question(config: VllmConfig, cache: KvCacheConfig, rank: int | None = None, device: str = "") -> ClaimPool:
     """What a process of this vLLM asks the daemon for: a rank on a CPU, or on the CUDA device with a UUID."""
     model = Path(config.model_config.model).name
-    ranks: int = config.parallel_config.tensor_parallel_size
+    ranks = shards_of(config)
     return ClaimPool(
-        name=f"{model} tp{ranks}"[-_TEXT_MAX:],
+        name=f"{model} {parallel_label(config)}"[-_TEXT_MAX:],
         claim=config.kv_transfer_config.engine_id[-_TEXT_MAX:],
         ranks=ranks,
         rank=rank,

@@ -96,20 +96,28 @@ def canonical_of(pages: EnginePages, config: VllmConfig, cache: KvCacheConfig) -
     """The layout in which storage may hold blocks for any number of ranks; None if their bytes are not of heads alone.
 
     Several groups share pages, in which a group's layers lie otherwise than another's. Where vLLM counts slots of heads
-    instead of heads, K, V and their scales have slots of their own.
+    instead of heads, K, V and their scales have slots of their own. Pipeline stages have parts of the layers.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     layers = [layer for spec in specs for layer in iter_layer_specs(spec)]
-    if len(specs) > 1 or any(
-        isinstance(layer, MambaSpec) or getattr(layer, "num_head_slots", None) is not None for layer in layers
+    if (
+        len(specs) > 1
+        or config.parallel_config.pipeline_parallel_size > 1
+        or any(isinstance(layer, MambaSpec) or getattr(layer, "num_head_slots", None) is not None for layer in layers)
     ):
         return None
     ranks = config.parallel_config.tensor_parallel_size
     return canonical_layout(pages, ranks, kv_heads(config), _HEAD_DIMENSION)
 
 
-def tensors_of(kv_caches: Mapping[str, VllmObject]) -> dict[str, VllmObject]:
-    """VLLM's KV tensors by name: a layer with states may have several."""
+def tensors_of(kv_caches: Mapping[str, VllmObject], config: VllmConfig) -> dict[str, VllmObject]:
+    """VLLM's KV tensors by name: a layer with states may have several.
+
+    Those of a pipeline stage have the number of their layer in the stage for a name, so that stages with as many and
+    such layers have the same names.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        kv_caches = {f"layer {number} of the stage": caches for number, caches in enumerate(kv_caches.values())}
     tensors: dict[str, VllmObject] = {}
     for name, caches in kv_caches.items():
         if isinstance(caches, Sequence):

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from kvcached_client.engines.weights import FindSnapshot, ModelFile, WeightReader, model_files
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
-from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version
+from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, minor_version, parallel_label
 
 #: What this machine's processors have.
 _CPU_INFO: Final = Path("/proc/cpuinfo")
@@ -102,7 +102,9 @@ class EngineDescription:
         if any(media := _media(model)):  # None of it in most engines, whose keyspaces stay as they were without it
             self._parts["media"] = media
         name = Path(model.model).name if Path(model.model).exists() else model.model
-        self._label = f"{name} {_dtype(model.dtype)} tp{config.parallel_config.tensor_parallel_size}"
+        if (stages := config.parallel_config.pipeline_parallel_size) > 1:
+            self._parts["stages"] = [stages, environment.get("VLLM_PP_LAYER_PARTITION")]
+        self._label = f"{name} {_dtype(model.dtype)} {parallel_label(config)}"
 
     def identify(self, reader: WeightReader) -> Identity:
         """The keyspace of the engine. Reads all weight files that were not read before, which may take minutes.

@@ -157,8 +157,6 @@ def check_config(
         "nothing": transfer.kv_role not in {_LOADS_AND_STORES, _LOADS},
         f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, and would fail requests whose cached blocks "
         "are gone: set it to 'recompute'": transfer.kv_load_failure_policy != "recompute",
-        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: blocks of several pipeline stages are not "
-        "supported, use tensor parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism splits a block's tokens over ranks: set decode_context_parallel_size and "
         "prefill_context_parallel_size to 1": max(
             parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
@@ -235,6 +233,19 @@ def _heads(model: VllmConfig) -> int:
     return heads
 
 
+def shards_of(config: VllmConfig) -> int:
+    """Workers with a part of every block: of each pipeline stage, one for every rank of tensor parallelism."""
+    parallel = config.parallel_config
+    shards: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return shards
+
+
+def parallel_label(config: VllmConfig) -> str:
+    """How people call the number of ranks and of pipeline stages: "tp2", "tp2 pp4"."""
+    ranks, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+    return f"tp{ranks}" if stages == 1 else f"tp{ranks} pp{stages}"
+
+
 def is_replicated(config: VllmConfig, *, has_states: bool) -> bool:
     """Whether every rank computes the same bytes of a block: vLLM repeats a single head, and divides all else.
 
@@ -244,4 +255,5 @@ def is_replicated(config: VllmConfig, *, has_states: bool) -> bool:
     """
     ranks: int = config.parallel_config.tensor_parallel_size
     draft = getattr(config.speculative_config, "draft_model_config", None)
-    return kv_heads(config) == 1 < ranks and not has_states and (draft is None or _heads(draft) == 1)
+    is_single = kv_heads(config) == 1 < ranks and not has_states and (draft is None or _heads(draft) == 1)
+    return is_single and shards_of(config) == ranks  # pipeline stages have other layers

@@ -190,7 +190,8 @@ class Trial:
         folder = self._where.folder / kind.model
         if not folder.exists():
             shape = replace(_SHAPE, window=_WIDTHS.get(kind.model, 0))
-            config, weights = FAMILIES.get(kind.model, _plain)(shape)
+            make: Callable[[Shape], tuple[Report, Any]] = FAMILIES.get(kind.model, _plain)
+            config, weights = make(shape)
             describe_model(folder, config)
             write(folder, weights, "model.safetensors", {})
         sizes = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048}

@@ -110,7 +110,7 @@ def test_good_arguments_have_no_problem() -> None:
         (changed(kv_connector_extra_config={"run_dir": "/run/other"}), "/run/other", "the same run_dir"),
         ([*GOOD, "--block-size", "16"], "multiples of 32", "--block-size 32"),
         ([*GOOD, "--scheduling-policy", "priority"], "has not computed", "--no-enable-prefix-caching"),
-        ([*GOOD, "-pp", "2"], "--pipeline-parallel-size 2 is not supported", "leave out"),
+        ([*GOOD, "--nnodes", "2"], "--nnodes 2 is not supported", "leave out"),
         ([*GOOD[:-1], "xxhash_cbor"], "begin with a random number", "sha256_cbor"),
     ],
 )
@@ -249,6 +249,18 @@ def test_layout_that_is_the_same_on_all_shards_needs_room_once(tmp_path: Path) -
 
     assert finding.level == "ok", finding
     assert f"takes {block_bytes} bytes on each of 4 shards, and is held once for all; 1 of them" in finding.text
+
+
+def test_layout_of_a_pipeline_stage_has_its_layers(tmp_path: Path) -> None:
+    """Two stages of two ranks are four shards, each with half of the layers; stages need as many layers each."""
+    arguments = ("--block-size", "32", "--dtype", "float32", "-tp", "2", "-pp", "2")
+    finding = layout_of(tmp_path, *arguments, num_hidden_layers=4)
+    alone = layout_of(tmp_path, *arguments[:-2], num_hidden_layers=2)
+    assert finding.level == "ok"
+    assert finding.text == alone.text.replace("of 2 shards", "of 4 shards").replace("; 63 of", "; 31 of")
+
+    refused = layout_of(tmp_path, *arguments, num_hidden_layers=3)
+    assert (refused.level, refused.text) == ("fail", "2 pipeline stages have unlike parts of 3 layers")
 
 
 def test_layout_has_the_type_that_vllm_takes(tmp_path: Path) -> None:

@@ -77,9 +77,12 @@ def run(work: dict[str, Any], writer: int) -> int:
         if tokens := work["kernel_tokens"]:
             vllm_stand_ins.take_blocks_of(tokens)
         engine = LLM(**work["options"])
+        if is_staged := work["options"].get("pipeline_parallel_size", 1) > 1:
+            engine.collective_rpc(vllm_stand_ins.make_room_for_other_stages)
         if tokens:
             assert rows_of_a_block(engine) == engine.llm_engine.vllm_config.cache_config.block_size // tokens
-        assert (engine.llm_engine.engine_core.engine_core.batch_queue is not None) == work["is_async"]
+        has_queue = engine.llm_engine.engine_core.engine_core.batch_queue is not None
+        assert has_queue == (work["is_async"] or is_staged)
         if "kv_transfer_config" in work["options"]:
             wait_for_daemon(engine)
         answers = [turn(engine, prompts) for prompts in work["turns"]]
@@ -120,8 +123,8 @@ def put_on_device() -> None:
     # On CPUs vLLM spawns its ranks, which would know nothing of this.
     vllm.v1.executor.multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     found.KvcachedConnector.get_mem_pool_context = lambda _: OtherMemory(allocate)
-    found.tensors_of = lambda caches: {
-        name: vllm_stand_ins.shown_on_device(each) for name, each in tensors_of(caches).items()
+    found.tensors_of = lambda caches, config: {
+        name: vllm_stand_ins.shown_on_device(each) for name, each in tensors_of(caches, config).items()
     }
     found.current_stream = lambda _: device()[1].handle
 

@@ -59,6 +59,7 @@ class Kind(NamedTuple):
         return hit if hit // self.unit * self.blocks >= PREFETCH_THRESHOLD_BLOCKS else 0
 
 
+FEW = {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 96}
 KINDS = {
     "windows beside full attention": Kind("gemma3", {}),
     "windows in larger blocks": Kind("gemma4", {}, 2 * BLOCK_SIZE, 3, is_exact=False),
@@ -69,7 +70,10 @@ KINDS = {
         "mistral", {"hf_overrides": {"sliding_window": None}}, blocks=1, kernel_tokens=BLOCK_SIZE // 2
     ),
     "two shards": Kind("gemma3", {"tensor_parallel_size": 2}),
-    "few blocks": Kind("gemma3", {"num_gpu_blocks_override": 80, "max_num_batched_tokens": 96}, is_patient=True),
+    "few blocks": Kind("gemma3", FEW, is_patient=True),
+    "few blocks in two stages of two shards": Kind(
+        "gemma3", FEW | {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, is_patient=True
+    ),
 }
 
 

@@ -54,9 +54,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from kvcached_client.vllm.daemon.connect import common_layout
 from kvcached_client.vllm.messages import KvcachedPages
 
-def config(ranks):
+def config(ranks, stages=1):
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=stages),
         model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1),
         cache_config=SimpleNamespace(block_size=16),
         speculative_config=None,
@@ -64,22 +64,29 @@ def config(ranks):
 
 attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
 state = MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,))
-pages = {rank: KvcachedPages(4, 4096, (4096,), bytes(16), b"", None) for rank in range(2)}
+pages = {(0, rank): KvcachedPages(4, 4096, (4096,), bytes(16), b"", None) for rank in range(2)}
 for specs in ([attention], [attention, state]):
     cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
     print(common_layout(pages, config(2), cache).replicated)
-try:
-    common_layout({0: SimpleNamespace(agent="of another connector")}, config(1), cache)
-except ValueError as error:
-    print(error)
+stages = {(stage, rank): page for stage in range(2) for (_, rank), page in pages.items()}
+layout = common_layout(stages, config(2, stages=2), cache)
+print(layout.shards, layout.replicated)
+longer = stages | {(1, rank): KvcachedPages(4, 8192, (4096, 4096), bytes(16), b"", None) for rank in range(2)}
+for told in (longer, {(0, 0): SimpleNamespace(agent="of another connector")}):
+    try:
+        common_layout(told, config(2, stages=2), cache)
+    except ValueError as error:
+        print(error)
 """
 
 
 def test_workers_blocks_are_what_their_ranks_have() -> None:
-    """Ranks with states of their own have no blocks in common, and what another connector tells is refused in words."""
+    """Ranks with states, and stages, have no blocks in common; other layers of a stage, and other words, are refused."""
     done = subprocess.run(
         [interpreter(), "-P", "-c", CHECKS], env=environment(None), capture_output=True, text=True, check=True
     )
-    alike, divided, refused = done.stdout.splitlines()[-3:]
-    assert (alike, divided) == ("True", "False")
+    alike, divided, staged, unlike, refused = done.stdout.splitlines()[-5:]
+    assert (alike, divided, staged) == ("True", "False", "4 False")
+    assert unlike.startswith("the workers' blocks differ (0: 4096 bytes, ")
+    assert unlike.endswith("a pipeline_parallel_size that divides its layers")
     assert refused.startswith("the workers have told of SimpleNamespace instead of their KV tensors: MultiConnector")

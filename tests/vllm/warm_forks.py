@@ -103,7 +103,9 @@ def run(work: dict[str, Any], writer: int) -> int:
             FAULTS[name]()
         engine = LLM(**work["options"])
         core = engine.llm_engine.engine_core.engine_core
-        assert (core.batch_queue is not None) == ("async_scheduling" in work["faults"])
+        if is_staged := work["options"].get("pipeline_parallel_size", 1) > 1:
+            engine.collective_rpc(vllm_stand_ins.make_room_for_other_stages)
+        assert (core.batch_queue is not None) == ("async_scheduling" in work["faults"] or is_staged)
         with os.fdopen(writer, "w") as told:
             serve(engine, work, told)
     except BaseException:  # noqa: BLE001 - the fork must not go on as its parent
@@ -162,8 +164,8 @@ def on_device() -> None:
 
     found.own_device = lambda kind, current_device: device_memory.own_device("cuda", lambda: 0)
     found.current_stream = lambda _: stream().handle
-    found.tensors_of = lambda caches: {
-        name: vllm_stand_ins.shown_on_device(each) for name, each in tensors_of(caches).items()
+    found.tensors_of = lambda caches, config: {
+        name: vllm_stand_ins.shown_on_device(each) for name, each in tensors_of(caches, config).items()
     }
     tensors.cuda_tensor = over_device_memory
 

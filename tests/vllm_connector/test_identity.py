@@ -68,6 +68,7 @@ def test_same_engine_same_keyspace(model: Path) -> None:
         {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_normalize": False})},
         {"model_config__multimodal_config": SimpleNamespace(video_pruning_rate=0.5)},
         {"load_config__load_format": "dummy"},
+        {"parallel_config__pipeline_parallel_size": 2},
         {"load_config__model_loader_extra_config": {"qlora_adapter_name_or_path": "/adapters/a"}},
     ],
 )
@@ -224,6 +225,14 @@ def test_random_hash_root_is_told(model: Path, algorithm: str) -> None:
     assert first.keyspace == second.keyspace
     assert "PYTHONHASHSEED" in first.warnings[0]
     assert identity(config, environment={"PYTHONHASHSEED": "0"}).warnings == ()
+
+
+def test_the_layers_of_pipeline_stages_count(model: Path) -> None:
+    """Where stages are of other layers, a part of a block is of other layers."""
+    config = vllm_config(model_config__model=str(model), parallel_config__pipeline_parallel_size=2)
+    uneven = identity(config, environment={"VLLM_PP_LAYER_PARTITION": "1,3"})
+    assert uneven.keyspace != identity(config).keyspace
+    assert uneven.label == "tiny float32 tp1 pp2"
 
 
 def test_minor_version_of_vllm_counts(model: Path) -> None:

@@ -16,7 +16,9 @@ from kvcached_client.vllm.settings import (
     check_device_memory,
     check_version,
     is_replicated,
+    parallel_label,
     read_settings,
+    shards_of,
 )
 from tests.vllm_connector.configs import cache_config, vllm_config
 
@@ -113,7 +115,6 @@ def test_plain_configuration_is_taken() -> None:
             "kv_role is 'kv_producer': set it to 'kv_both', or to 'kv_consumer' to store nothing",
         ),
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "set it to 'recompute'"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "use tensor parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
         ({"parallel_config__nnodes": 2}, "run the engine on one node"),
@@ -236,6 +237,16 @@ def test_blocks_are_the_same_on_all_ranks_where_there_is_one_head(
     config = vllm_config(model_config__use_mla=use_mla, parallel_config__tensor_parallel_size=ranks)
     config.model_config.get_total_num_kv_heads = lambda: heads
     assert is_replicated(config, has_states=False) is expected
+    config.parallel_config.pipeline_parallel_size = 2
+    assert not is_replicated(config, has_states=False)
+
+
+def test_each_rank_of_each_pipeline_stage_has_a_part_of_a_block() -> None:
+    """Workers are counted over stages, and people see both numbers."""
+    config = vllm_config(parallel_config__tensor_parallel_size=2, parallel_config__pipeline_parallel_size=4)
+
+    check_config(config, cache_config(), keeps_all_blocks=True)
+    assert (shards_of(config), parallel_label(config)) == (8, "tp2 pp4")
 
 
 def test_states_and_heads_of_a_draft_are_each_ranks_own() -> None:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import vllm
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvcached_client.blocks.host_layout import host_parts
 from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
@@ -16,38 +17,50 @@ from kvcached_client.transport.run_dir import default_run_dir
 from kvcached_client.vllm.groups import has_states
 from kvcached_client.vllm.identity import Identity
 from kvcached_client.vllm.messages import KvcachedPages
-from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig, is_replicated
+from kvcached_client.vllm.settings import KvCacheConfig, Settings, VllmConfig, is_replicated, shards_of
 
 log = logging.getLogger("vllm.kvcached")
 
 
-def common_layout(told: Mapping[int, object], config: VllmConfig, cache: KvCacheConfig) -> OffloadLayout:
+def own_shard(config: VllmConfig) -> int:
+    """The number of the part of every block that this worker has."""
+    stage, rank = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
+    return _shard(config, stage, rank)
+
+
+def _shard(config: VllmConfig, stage: int, rank: int) -> int:
+    ranks: int = config.parallel_config.tensor_parallel_size
+    return stage * ranks + rank
+
+
+def common_layout(told: Mapping[tuple[int, int], object], config: VllmConfig, cache: KvCacheConfig) -> OffloadLayout:
     """The layout that is declared to the daemon.
 
     Args:
-        told: what the workers have told of their blocks, by rank.
+        told: what the workers have told of their blocks, by pipeline stage and rank.
         config: vLLM's configuration.
         cache: its groups of layers.
 
     Raises:
         ValueError: the blocks of the workers differ, or a worker has not described its blocks.
     """
-    pages = {rank: each for rank, each in told.items() if isinstance(each, KvcachedPages)}
-    if others := {type(each).__name__ for rank, each in told.items() if rank not in pages}:
+    pages = {_shard(config, *place): each for place, each in told.items() if isinstance(each, KvcachedPages)}
+    if others := {type(each).__name__ for each in told.values() if not isinstance(each, KvcachedPages)}:
         raise ValueError(
             f"the workers have told of {', '.join(sorted(others))} instead of their KV tensors: MultiConnector hands "
             "on what the first of its connectors tells; use none beside kvcached that tells something"
         )
-    shards = config.parallel_config.tensor_parallel_size
+    shards = shards_of(config)
     if sorted(pages) != list(range(shards)):
-        raise ValueError(f"of {shards} workers, ranks {sorted(pages)} have told of their KV tensors")
+        raise ValueError(f"of {shards} workers, {sorted(pages)} have told of their KV tensors")
     kinds = {(each.block_bytes, each.fingerprint, each.canonical) for each in pages.values()}
     if len(kinds) > 1:
         words = ", ".join(
-            f"rank {rank}: {each.block_bytes} bytes, {each.fingerprint.hex()}" for rank, each in sorted(pages.items())
+            f"{shard}: {each.block_bytes} bytes, {each.fingerprint.hex()}" for shard, each in sorted(pages.items())
         )
         raise ValueError(
-            f"the workers' blocks differ ({words}): choose a tensor_parallel_size that divides the model's KV heads"
+            f"the workers' blocks differ ({words}): choose a tensor_parallel_size that divides the model's KV heads, "
+            "and a pipeline_parallel_size that divides its layers"
         )
     block_bytes, fingerprint, canonical = kinds.pop()
     states = any(has_states(group.kv_cache_spec) for group in cache.kv_cache_groups)

@@ -278,7 +278,7 @@ class OwnScheduler:
             config, cache, StructuredOutputManager(config), block_size, self.hash_tokens
         )
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata = None  # the daemon is there already
+        self.connector.set_xfer_handshake_metadata_pp_aware = None  # the daemon is there already
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
         self.workers = workers

@@ -40,6 +40,14 @@ def take_blocks_of(tokens: int) -> None:
     found.get_supported_kernel_block_sizes = staticmethod(lambda *_: [tokens])
 
 
+def make_room_for_other_stages(worker: Any) -> None:
+    """What a pipeline stage gets from the one before goes where vLLM's warm-up has made room, which a CPU's lacks."""
+    runner = worker.model_runner
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+    )
+
+
 class _Nothing:
     """A stream or an event whose work is always over."""
 
