@@ -91,7 +91,7 @@ async def start_storage(
     )
     writer = None if storage.record_path is None else RecordFile(storage.record_path)
     keep_record(service, link, record, writer, storage.layout)
-    link.before_ready = _Reader(config, service, link).begin
+    link.before_ready = RecordReader(config, service, link).begin
     link.attach()
     if await link.started(TAKEOVER_PATIENCE_S if is_takeover else config.worker_ready_deadline_ms / 1000):
         return
@@ -125,15 +125,17 @@ def _take_in(service: Service, link: StorageLink, record: Record) -> None:
         link.forget(bytes.fromhex(prefix), note_forgotten)
 
 
-class _Reader:
+class RecordReader:
     """Reads the record again whenever storage is locked for this daemon, and then lets it be used.
 
     Until then another daemon could have storage, and could write the record. A device that hangs is waited for: storage
-    on it would not work, either.
+    on it would not work, either. If the record is lost, and storage is not known to be empty, the namespaces are
+    cleared: storage may have blocks that another daemon has cleared.
     """
 
     def __init__(self, config: Config, service: Service, link: StorageLink) -> None:
         self._config = config
+        self._has_record = config.storage is not None and config.storage.record_path is not None
         self._service = service
         self._link = link
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,6 +150,8 @@ class _Reader:
         record = await recorded(self._config, None)
         if record is not None:
             follow_record(self._service, self._link, record)
+        elif self._has_record and self._link.usage[0]:
+            self._service.clears.lose_record()
         go_on()
 
     def _over(self, task: asyncio.Task[None]) -> None:

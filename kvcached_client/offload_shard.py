@@ -53,6 +53,16 @@ __all__ = ["STORES_PER_REPORT_MAX", "BlockJob", "JobSpan", "OffloadShard"]
 STORES_PER_REPORT_MAX: Final = LEASES_PER_MESSAGE_MAX + 1
 
 
+def check_stores(jobs: Sequence[BlockJob]) -> None:
+    """Check how many stores are reported together.
+
+    Raises:
+        BadRequest: there are none, or more than `STORES_PER_REPORT_MAX`.
+    """
+    if not 1 <= len(jobs) <= STORES_PER_REPORT_MAX:
+        raise bad_value(f"{len(jobs)} stores in one call", f"give 1 to {STORES_PER_REPORT_MAX}")
+
+
 class _Memory(NamedTuple):
     """What a shard copies with, as long as the host pool is mapped."""
 
@@ -176,7 +186,8 @@ class OffloadShard:
     def store_all(self, jobs: Sequence[BlockJob], *, after: Mark | None = None) -> None:
         """As `store` of each job, with one call that copies and one report.
 
-        If it raises, nobody finds the blocks of any of the jobs.
+        If it raises, nobody finds the blocks of any of the jobs. Another number of jobs than `jobs` allows is refused
+        before anything is copied or reported.
 
         Args:
             jobs: at least one, and at most `STORES_PER_REPORT_MAX`.
@@ -185,6 +196,7 @@ class OffloadShard:
         Raises:
             BadRequest, Refused, Stale, TransportError, DeviceError: as `store`.
         """
+        check_stores(jobs)
         with self._copying:
             memory = self._open()
             self._check_writable()
@@ -242,6 +254,8 @@ class OffloadShard:
         self.close()
 
     def _open(self) -> _Memory:
+        if self._channel.is_forked:  # something else may be where the host pool was: it must not be written
+            raise RuntimeError("this shard belongs to the process that has joined; a forked child joins by itself")
         if self._memory is None:
             raise DaemonUnreachable("this shard has left its session; join again")
         return self._memory
@@ -314,7 +328,7 @@ def _map(joined: JoinedHost, descriptor: int, pages: EnginePages, confirm: Calla
     prefer_huge_pages(address, host.size_bytes)
     device = None
     if pages.is_on_cuda:
-        device = pages.device.open_host(address, host, joined.shard, read_only=joined.read_only)
+        device = pages.device.open_host(address, host, joined.shard, read_only=joined.read_only, memory=buffer)
     transfers = BlockTransfers(
         pages,
         host,

@@ -237,8 +237,9 @@ class StorageConfig(Table):
         default=5000,
         ge=10,
         le=600_000,
-        description="A call of the backend that takes longer has failed. After six times as long, the storage"
-        " process is killed and restarted.",
+        description="Storage is suspended when a question, a fetch or a backup takes longer, however many calls of the"
+        " backend that is, each of which may take as long. After six times as long, the storage process is killed and"
+        " restarted.",
     )
     layout: StorageLayout = Field(
         default="engine",

@@ -2,6 +2,7 @@
 
 Between the first step and the last one nobody gets a session on these pools, so that nothing of before is mixed with
 what comes after. What an engine of before may still write is set aside until it says hello anew or is dead, as always.
+So is what storage still reads or writes, until its process is through with it or is dead: a device may hang for ever.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Clearings:
     Args:
         sessions: on device pools.
         worker_copies: their copies.
-        storage: its copies are to be waited for, too.
+        storage: its copies are not waited for.
         expire: ends a session as if it had gone silent.
         locks: of prefixes, which end with what they lock.
 
@@ -63,7 +64,7 @@ class Clearings:
         self.under_way: list[_Clearing] = []
 
     def begin(self, tree: PrefixTree, namespace: bytes, generation: int = 0) -> None:
-        """Clear the namespace of a tree; `ClearingEnded` follows when all copies under way have ended.
+        """Clear the namespace of a tree; `ClearingEnded` follows when no worker copies any more.
 
         Args:
             tree: of replicas, and not being cleared.
@@ -92,7 +93,7 @@ class Clearings:
         """Finish what nothing is under way for any more."""
         for clearing in self.under_way[:]:
             is_copied = any(each.tree is clearing.tree for each in self._worker_copies.table.worker.values())
-            if not is_copied and not self._storage.holds(clearing.tree):
+            if not is_copied:
                 self.under_way.remove(clearing)
                 self._finish(clearing.tree, clearing.namespace, clearing.generation)
 
@@ -103,6 +104,7 @@ class Clearings:
         self._worker_copies.pins.drop(tree)
         self._locks.drop(tree)
         announcements.renew(tree, namespace, generation)
+        before = tree.namespace
         tree.rename(namespace)  # first, so that who asks for what went now is told why it did
         for pool in tree.pools:
             pool.forget_unstored()
@@ -111,6 +113,8 @@ class Clearings:
             pool.end_clear()
         if tree.host is not None:
             tree.shed_host(_CAUSE, reason=MissReason.CLEARED)
+            self._storage.backups.let_go(tree, before, _CAUSE)
+            tree.shed_host(_CAUSE, reason=MissReason.CLEARED)  # what those locked
         self._counters["cleared_blocks"] += blocks
         self.version += 1
         self._effects.append(ClearingEnded(tuple(pool.name for pool in tree.pools), namespace, blocks))

@@ -95,10 +95,10 @@ class ProgressPage:
 
     def begin(self, entry: int, transfer: int) -> None:
         """Give an entry to a load of which no layer is there yet."""
-        # The transfer comes last: whoever sees it must not take the state of the load before for this one's.
-        self._short[_short(entry) + _LAYERS_DONE] = 0
-        self._short[_short(entry) + _STATE] = STATE_RUNNING
-        self._long[_long(entry) + _TRANSFER] = transfer
+        before = self._long[_long(entry) + _TRANSFER]
+        self._give(entry, transfer)
+        if before:
+            self._tell(entry)  # whoever looked in between, and waits for the load before, sees that it is over
 
     def advance(self, entry: int) -> None:
         """One more layer of every block is there."""
@@ -113,7 +113,7 @@ class ProgressPage:
     def fail(self, entry: int, transfer: int) -> None:
         """A load is over, and not all of its blocks are there; it need not have begun."""
         if self._long[_long(entry) + _TRANSFER] != transfer:
-            self.begin(entry, transfer)
+            self._give(entry, transfer)
         self._short[_short(entry) + _STATE] = STATE_FAILED
         self._tell(entry)
 
@@ -124,6 +124,12 @@ class ProgressPage:
             if descriptor >= 0:
                 os.close(descriptor)
         self.descriptor, self.writable = -1, ()
+
+    def _give(self, entry: int, transfer: int) -> None:
+        # The transfer comes last: whoever sees it must not take the state of the load before for this one's.
+        self._short[_short(entry) + _LAYERS_DONE] = 0
+        self._short[_short(entry) + _STATE] = STATE_RUNNING
+        self._long[_long(entry) + _TRANSFER] = transfer
 
     def _tell(self, entry: int) -> None:
         # Only a reader that counts the event up itself can make it full, and then it is readable anyway.

@@ -58,6 +58,7 @@ class Recorder:
         self._written_version = -1
         self._offered: Mapping[bytes, Edition] = {}
         self._recorded: Mapping[bytes, Edition] = {}
+        self._shown = set(generations.editions.items())
 
     def use(self, writer: RecordWriter, layout: StorageLayout = "engine") -> None:
         """There is storage: nothing that it may remember is written down before `open`, when it is there."""
@@ -66,10 +67,18 @@ class Recorder:
     def found(self, record: Record) -> None:
         """What the record was when it was read."""
         self._recorded = record.by_root()
+        self._shown.update(self._recorded.items())
 
     def has_recorded(self, root: bytes, edition: Edition) -> bool:
         """Whether the record had this edition of a namespace when this daemon last read or wrote it."""
         return self._recorded.get(root) == edition
+
+    def may_be_known(self, root: bytes, edition: Edition) -> bool:
+        """Whether another daemon, or an earlier life of this one, may have stored blocks of an edition.
+
+        Every write counts that was begun: a failed one may have replaced the record all the same.
+        """
+        return (root, edition) in self._shown
 
     def open(self) -> None:
         """Storage is there, maybe on another device than before: the record is written to it."""
@@ -88,6 +97,7 @@ class Recorder:
         if contents == self._tried:
             return
         self._tried, self._is_writing, self._offered = contents, True, dict(self._generations.editions)
+        self._shown = set(self._offered.items())
         self._timer = self._later(WRITE_DEADLINE_S, self._on_late)
         self._writer.write(self._record(contents), partial(self._over, contents))
 

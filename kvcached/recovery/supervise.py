@@ -79,7 +79,7 @@ class Policy:
 
 def serve_command(arguments: Sequence[str]) -> list[str]:
     """The command that starts this distribution's daemon."""
-    return [sys.executable, "-m", "kvcached", "serve", *arguments]
+    return [sys.executable, "-P", "-m", "kvcached", "serve", *arguments]
 
 
 def supervise(command: Sequence[str], policy: Policy, keeper: str = "") -> int:

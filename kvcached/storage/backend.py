@@ -135,7 +135,10 @@ class Storage(ABC):
         """How full the backend is."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Release all resources. No other method is running, and none is called afterwards."""
+        """Release all resources. No other method is running, and none is called afterwards.
+
+        For who opens a backend by himself: the storage process ends without it, as it may at any moment.
+        """
 
 
 def open_backend(name: str, settings: dict[str, object]) -> Storage:

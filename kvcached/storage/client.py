@@ -135,6 +135,7 @@ class StorageLink:
         self._in_flight.watch(config.timeout_s)
         self._forgets = Forgets(self._in_flight, self._forget, lambda: self.state is LinkState.READY)
         self._failures = 0
+        self._is_on_trial = False  #: it was suspended, and has carried out nothing since
         self._refusal_told_s = -math.inf
         self._opened_s = math.inf  #: when the process was ready
         self._back_off = BackOff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, healthy_after_s=LONGEST_PAUSE_S)
@@ -234,6 +235,7 @@ class StorageLink:
     def _on_opened(self, opened: Opened | NotOpened) -> None:
         self.is_misconfigured = isinstance(opened, NotOpened) and opened.is_misconfigured
         if isinstance(opened, Opened) and self.state is LinkState.STARTING:
+            self.usage = (opened.blocks, *self.usage[1:])
             self.before_ready(partial(self._on_ready, self._process, opened))
 
     def _on_ready(self, process: StorageProcess | None, opened: Opened) -> None:
@@ -289,16 +291,19 @@ class StorageLink:
             return
         self.usage = (reply.blocks, reply.size_bytes, reply.capacity_bytes)
         self.counters["wrong_blocks"] += reply.wrong
-        self._judge(reply)
+        self._judge(reply, is_probe=isinstance(pending.request, Ping))
         pending.tell(reply)
         if self._forgets:
             self._forgets.send_due()
 
-    def _judge(self, reply: Done) -> None:
+    def _judge(self, reply: Done, *, is_probe: bool) -> None:
         if not reply.failed:
             self._failures = 0
             if self.state is LinkState.SUSPENDED and not self._is_late():
                 self._resume()
+            if self._is_on_trial and not is_probe:  # a probe only reads, and what failed may have been a write
+                self._is_on_trial = False
+                self._back_off.reset()
             return
         self.counters["failures"] += 1
         self._failures += 1
@@ -311,6 +316,7 @@ class StorageLink:
         if self.state is LinkState.READY:
             self.why = why
             _log.error("storage is suspended: %s", why)
+            self._is_on_trial = True
             self._go(LinkState.SUSPENDED)
             self._watch()
             self._tell(StorageSuspended())
@@ -324,7 +330,6 @@ class StorageLink:
     def _resume(self) -> None:
         _log.info("storage answers again")
         self._cancel_timer()
-        self._back_off.reset()
         self._go(LinkState.READY)
         self._watch()
         self._forgets.send_due()

@@ -144,18 +144,21 @@ class HostCopies:
             keys = [stored.prefix() + slot.name.key for slot in some]
             there = self._backend.exists(keys, timeout_s=self._timeout_s)
             missing = [slot for slot, is_there in zip(some, there, strict=True) if not is_there]
-            failure = self._put(request.format, stored, missing)
+            put, failure = self._put(request.format, stored, missing)
+            written += put
             if failure is not None:
                 first, result = failure
                 done += next(at for at, slot in enumerate(some) if slot is first)
                 return _done(request.sequence, done, result, written=written)
-            done, written = done + len(some), written + len(missing)
+            done += len(some)
         return Done(sequence=request.sequence, count=done, written=written)
 
-    def _put(self, kind: BlockFormat, stored: StoredKind, slots: Sequence[_Slot]) -> tuple[_Slot, Result] | None:
-        """Write blocks; returns the first that could not be written, and why."""
+    def _put(
+        self, kind: BlockFormat, stored: StoredKind, slots: Sequence[_Slot]
+    ) -> tuple[int, tuple[_Slot, Result] | None]:
+        """Write blocks; returns how many were written, and the first that could not be, with why."""
         if not slots:
-            return None
+            return 0, None
         headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
         whole: list[_Staged] = []
         for each in _staged(kind, slots):
@@ -172,7 +175,7 @@ class HostCopies:
             for each, result in zip(whole, results, strict=True)
             if result.outcome is not Outcome.DONE
         ]
-        return failed[0] if failed else None
+        return len(whole) - len(failed), failed[0] if failed else None
 
     def _at_once(self, kind: BlockFormat) -> int:
         """How many blocks one call of the backend is about."""

@@ -47,8 +47,11 @@ class Forgets:
         """Let storage forget all blocks whose keys have a prefix.
 
         The request is sent after the writes that are under way, which may be of such blocks. If too many prefixes wait
-        already, the oldest is dropped: no request finds its blocks, and storage evicts them when it needs room.
+        already, the oldest is dropped: no request finds its blocks, and storage evicts them when it needs room. For a
+        prefix that is due already, the request that waits or was sent is enough: nobody writes such blocks any more.
         """
+        if prefix in self.due:
+            return
         while len(self.due) >= FORGETS_DUE_MAX:
             oldest = next(iter(self.due))
             del self.due[oldest]

@@ -118,7 +118,8 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> No
     os.nice(NICENESS)
     capabilities = backend.capabilities
     executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
-    say(Opened(persistent=capabilities.persistent, threads=capabilities.threads))
+    blocks = finished(Done(sequence=0), backend).blocks
+    say(Opened(persistent=capabilities.persistent, threads=capabilities.threads, blocks=blocks))
     while (packet := wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)) is not None:
         executor.submit(answer, decode_request(packet.data))
     _log.info("ending: the daemon has closed the connection")

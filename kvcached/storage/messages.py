@@ -116,10 +116,15 @@ class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="opened"):
-    """The backend is open."""
+    """The backend is open.
+
+    Attributes:
+        blocks: how many it has; -1 where that is not known.
+    """
 
     persistent: bool
     threads: int
+    blocks: int = -1
 
 
 class NotOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="not_opened"):

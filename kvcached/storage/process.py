@@ -21,7 +21,7 @@ from kvcached.storage.messages import (
 
 MODULE: Final = "kvcached.storage.main"
 #: The number of the inherited descriptor follows; nothing that is secret is on the command line.
-COMMAND: Final = (sys.executable, "-m", MODULE)
+COMMAND: Final = (sys.executable, "-P", "-m", MODULE)
 LOCK_NAME: Final = "storage.lock"
 LOG_NAME: Final = "storage.log"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -194,7 +195,7 @@ class _Maker:
             with theirs:
                 numbers = (theirs.fileno(), os.getpid(), *(each for each in wanted if each != ""))
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", MAKER, *map(str, numbers)],
+                    [sys.executable, "-P", "-m", MAKER, *map(str, numbers)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._said,
@@ -222,6 +223,10 @@ class _Maker:
         packet = receive(self._connection, _UUID_BYTES_MAX, 1)
         if packet is not None and len(packet.descriptors) == 1:
             return MadeMemory(packet.descriptors[0], packet.data.decode())
+        if packet is not None and packet.cut:
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            reason = f"its memory came without a descriptor: this process may have {files} files open, and has them all"
+            raise NoCudaMemory(self._device, reason)
         await readable(self._pidfd)
         status = self._process.wait()
         lines = os.pread(self._said, _SAID_BYTES_MAX, 0).decode(errors="replace").strip().splitlines()

@@ -38,7 +38,7 @@ from kvcached_client.types import ShardIndex
 
 MODULE: Final = "kvcached.worker.main"
 #: The number of the inherited descriptor follows. Nothing on the command line is secret or needs quoting.
-WORKER_COMMAND: Final = (sys.executable, "-m", MODULE)
+WORKER_COMMAND: Final = (sys.executable, "-P", "-m", MODULE)
 #: The names of the lock files of all workers in a run directory.
 LOCK_PATTERN: Final = "worker-*.lock"
 READY_DEADLINE_S: Final = 10.0

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, S
 
 import msgspec
 
+from kvcached_client.blocks.overlaps import check_apart, without_contained
 from kvcached_client.errors import RequestError, bad_value
 
 if TYPE_CHECKING:
@@ -210,15 +211,16 @@ class EnginePages:
                 attention kernels that take fewer tokens than a block has want it.
 
         Raises:
-            BadRequest: there is no tensor, tensors are neither on the CPU nor on CUDA devices, blocks are not
-                contiguous, or the tensors differ in their number of blocks.
+            BadRequest: there is no tensor, tensors are neither on the CPU nor on CUDA devices, have no memory, may not
+                be written, blocks are not contiguous or share bytes with other blocks, or the tensors differ in their
+                number of blocks.
         """
         if not tensors:
             raise _unusable("there is no tensor", "register the engine's KV tensors first")
         views = {name: _view(name, tensor) for name, tensor in tensors.items()}
         found = [(name, _of_blocks(part, blocks)) for name, view in views.items() for part in _parts(name, view)]
         parts = [(name, part, *_pages(name, part)) for name, part in found]
-        whole = _without_contained([pages for _, _, pages, _, _ in parts])
+        whole = without_contained([pages for _, _, pages, _, _ in parts])
         places: dict[LayerPages, int] = {}
         described: list[_Description] = []
         lying: list[PageTensor] = []
@@ -237,6 +239,7 @@ class EnginePages:
             )
         if len(kinds) > 1:
             raise _unusable("some are on the CPU, others on a CUDA device", "register the tensors of one device")
+        check_apart(list(places), next(iter(numbers)))
         digest = hashlib.blake2b(msgspec.json.encode(described), digest_size=16, person=b"kvcached pages 1")
         owners = tuple(tensors.values())
         return cls(tuple(places), numbers.pop(), digest.digest(), owners, "cuda" in kinds, tuple(lying))
@@ -273,10 +276,12 @@ class _View(NamedTuple):
 def _view(name: str, tensor: Tensor | CudaTensor) -> _View:
     try:
         view = _interface_view(tensor) if _has_interface_only(tensor) else _tensor_view(tensor)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:  # as torch, of a sparse tensor
         raise _unusable(f"{name} is no tensor: {error}", "register one tensor for each layer") from None
     if view.device not in _DEVICES:
         raise _unusable(f"{name} is on device {view.device!r}", "run the engine on the CPU or on CUDA devices")
+    if not view.address and 0 not in view.shape:
+        raise _unusable(f"{name} has no memory", "register tensors once they are allocated, and before they are freed")
     return view
 
 
@@ -291,6 +296,10 @@ def _tensor_view(tensor: Any) -> _View:  # noqa: ANN401 - checked by what it has
 
 def _interface_view(tensor: Any) -> _View:  # noqa: ANN401 - checked by what it has
     interface = tensor.__cuda_array_interface__
+    if interface["data"][1]:
+        raise ValueError("it may only be read, and loads write it")
+    if interface.get("mask") is not None:
+        raise ValueError("some of its elements are masked")
     shape, dtype = list(interface["shape"]), str(interface["typestr"])
     element_bytes = int(dtype[2:])
     strides = interface.get("strides")
@@ -344,19 +353,6 @@ def _pages(name: str, view: _View) -> tuple[LayerPages, list[int], list[int]]:
     # The stride of a dimension with one element has no meaning, so the fingerprint leaves it out.
     known = [stride if size > 1 else 0 for size, stride in zip(page_shape, strides[1:], strict=True)]
     return LayerPages(view.address, elements * view.element_bytes, strides[0] * view.element_bytes), page_shape, known
-
-
-def _without_contained(layers: Sequence[LayerPages]) -> dict[LayerPages, LayerPages]:
-    """The largest pages of which each layer's pages are a part; mostly its own."""
-    largest = sorted(set(layers), key=lambda layer: (layer.address, -layer.page_bytes))
-    whole: dict[LayerPages, LayerPages] = {}
-    around: dict[int, LayerPages] = {}  #: the last one that is not contained, by stride
-    for layer in largest:
-        last = around.get(layer.stride_bytes)
-        if last is None or layer.address + layer.page_bytes > last.address + last.page_bytes:
-            last = around[layer.stride_bytes] = layer
-        whole[layer] = last
-    return whole
 
 
 def _contiguous_elements(shape: Sequence[int], strides: Sequence[int]) -> int | None:

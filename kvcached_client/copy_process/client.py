@@ -11,9 +11,7 @@ soon as the engine's process is dead, the session is over, or the daemon is gone
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +33,9 @@ from kvcached_client.copy_process.messages import (
     Store,
     decode_answer,
 )
+from kvcached_client.copy_process.start import started
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, DeviceError, bad_value, request_error
+from kvcached_client.offload_shard import check_stores
 from kvcached_client.transport.attach import SessionGrant
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyProcess", "EngineMemory", "Outcome"]
 
-MODULE: Final = "kvcached_client.copy_process"
 #: The interpreter and its modules have to be read, on a machine that may be busy.
 START_MS_MAX: Final = 30_000
 #: A process that does not take an order, or does not end, for so long, is killed.
@@ -52,7 +51,9 @@ _END_S_MAX: Final = 5.0
 
 
 class CopyProcess:
-    """One shard of a session, whose copies a process of its own makes. Used by one thread.
+    """One shard of a session, whose copies a process of its own makes. Used by one thread of one process.
+
+    A forked child cannot use it: that raises RuntimeError. To close it there ends nothing.
 
     Made by `start`, or by `prepare` before there is a session.
 
@@ -74,6 +75,7 @@ class CopyProcess:
         self.shard = shard
         self.epoch = 0
         self._process = process
+        self._process_id = os.getpid()
         self._stream = stream
         self._marks = marks  #: of tensors on a CUDA device
         self._closes_marks = closes_marks
@@ -151,7 +153,7 @@ class CopyProcess:
                 shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks, pages.fingerprint,
                 deadline_ms,
             )  # fmt: skip
-            made = cls(shard, *_started(told.descriptors), marks or own, closes_marks=own is not None)
+            made = cls(shard, *started(told.descriptors), marks or own, closes_marks=own is not None)
             with suppress(OSError):  # it has ended: `join` says so
                 made._stream.send(begin, _SEND_S_MAX)
         except BaseException:
@@ -169,6 +171,7 @@ class CopyProcess:
         Raises:
             DaemonUnreachable, DeadlineExceeded, RequestError, DeviceError: as `start`.
         """
+        self._check_process()
         try:
             self._join(Join(grant.to_bytes()), time.monotonic() + start_ms / 1000)
         except BaseException:
@@ -187,6 +190,7 @@ class CopyProcess:
             BadRequest: the tensors are on the CPU; this is closed; or a thousand marks are ahead of the device.
             DeviceError: the device has failed. Close the copy process then: it waits for marks that never come.
         """
+        self._check_process()
         if self._marks is None:
             raise bad_value("a mark for tensors on the CPU", "leave it out: they have no streams")
         return self._marks.mark(stream)
@@ -194,18 +198,22 @@ class CopyProcess:
     def store(self, jobs: Sequence[BlockJob], *, after: int | None = None) -> int:
         """Order stores, as `OffloadShard.store_all`. Never waits for the copy.
 
+        An exception out of a signal handler kills the process: it may have the order, whose number nobody knows.
+
         Args:
             jobs: as in `OffloadShard.store_all`.
-            after: for tensors on a CUDA device, a mark behind the kernels that write the blocks. On the CPU they are
-                written when this is called: an engine orders stores after the forward pass.
+            after: for tensors on a CUDA device, a mark of this copy process behind the kernels that write the blocks.
+                On the CPU they are written when this is called: an engine orders stores after the forward pass.
 
         Returns:
             The order's number, which comes back with its outcome.
 
         Raises:
-            BadRequest: there is no mark, and the tensors are on a CUDA device; or the other way round.
+            BadRequest: there is no mark, and the tensors are on a CUDA device, or the other way round; the mark is none
+                that `mark` has returned; or there are no jobs, or too many. Nothing was ordered.
             DaemonUnreachable: the process is gone. If it ends after the call, an outcome says so.
         """
+        check_stores(jobs)
         return self._order(Store(self._numbers + 1, tuple(map(PackedJob.of, jobs)), self._checked(after)))
 
     def load(self, job: BlockJob, *, after: int | None = None) -> int:
@@ -225,6 +233,7 @@ class CopyProcess:
         the engine's memory any more, and every order without an outcome has failed: `error` says why. The session is
         over then.
         """
+        self._check_process()
         found: list[Outcome] = []
         try:
             while not self._is_over:
@@ -273,8 +282,12 @@ class CopyProcess:
     def close(self) -> None:
         """End the process, which cuts copies short, and wait for its death. May be called again.
 
-        On a CUDA device it also waits for the work before the last mark, unless the marks are the caller's.
+        On a CUDA device it also waits for the work before the last mark, unless the marks are the caller's. In a forked
+        child it closes the child's descriptor of the connection only.
         """
+        if self._is_forked:
+            self._stream.close()
+            return
         self._end()
         if self._marks is not None and self._closes_marks:
             self._marks.close()
@@ -306,17 +319,31 @@ class CopyProcess:
 
     def _order(self, order: Order) -> int:
         self._check()
+        self._numbers = order.number  # before it is sent: whatever interrupts that, no other order has its number
         try:
             self._stream.send(order, _SEND_S_MAX)
+            self._open.add(order.number)
         except OSError:
             # It has read a part of the order at most, and carries out none; what it has reported can still be read.
             self._process.kill()
             raise DaemonUnreachable("the copy process takes no orders") from None
-        self._numbers = order.number
-        self._open.add(order.number)
+        except BaseException:
+            self._process.kill()  # it may have all of the order
+            raise
         return order.number
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process_id
+
+    def _check_process(self) -> None:
+        if self._is_forked:
+            raise RuntimeError(
+                f"this copy process belongs to process {self._process_id}; a forked child starts its own"
+            )
+
     def _check(self) -> None:
+        self._check_process()
         if self._is_over:
             raise DaemonUnreachable(self._ending())
 
@@ -326,42 +353,29 @@ class CopyProcess:
             if after is None:
                 raise bad_value("no mark for tensors on a CUDA device", "give `after=copies.mark(stream)`")
             raise bad_value("a mark for tensors on the CPU", "leave it out: they are written when this is called")
-        return after or 0
+        if after is None or self._marks is None:
+            return 0
+        if not self._marks.has_made(after):
+            raise bad_value("no mark of this copy process", "give `after=copies.mark(stream)`, of the same `copies`")
+        return after
 
     def _end(self) -> None:
-        """Have it dead: it ends by itself when its connection is closed; if not, it is killed."""
+        """Have it dead: it ends by itself when its connection is shut down; if not, it is killed."""
         if self._is_over:
             return
-        self._is_over = True
-        self._stream.close()
+        self._stream.shut_down()
         try:
             self._process.wait(_END_S_MAX)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._is_over = True  # not before: an exception out of a signal handler may have ended the wait
+        self._stream.close()
 
     def _ending(self) -> str:
         status = self._process.returncode
         reason = ", as its device has failed" if status == DEVICE_FAILED else ""
         return f"the copy process has ended with status {status}{reason}"
-
-
-def _started(descriptors: Sequence[int]) -> tuple[subprocess.Popen[bytes], MessageStream]:
-    """A copy process that inherits descriptors, and the connection to it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *descriptors),
-                start_new_session=True,  # Ctrl-C at the terminal is for the engine
-            )
-        except BaseException:
-            ours.close()
-            raise
-    return process, MessageStream(ours)
 
 
 def _marks_of(pages: EnginePages) -> MarkWriter:

@@ -188,8 +188,12 @@ class MessageStream:
         self._received += data
         return self._whole()
 
+    def shut_down(self) -> None:
+        """End the connection in both directions, though a forked child may have it, too. `receive` ends as well."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Close the connection."""
+        """Close the descriptor of the connection."""
         self._socket.close()
 
     def _whole(self) -> Iterator[bytes]:

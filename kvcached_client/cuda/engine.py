@@ -7,6 +7,8 @@ keeps the context that is current to it.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,13 +95,22 @@ class EngineDevice:
         """
         return EventMark(self, stream)
 
-    def open_host(self, address: int, host: HostGeometry, shard: int, *, read_only: bool = False) -> EngineCopies:
-        """Copies of a shard between the device and the host pool, which is mapped at `address`, perhaps read-only.
+    def open_host(
+        self, address: int, host: HostGeometry, shard: int, *, read_only: bool = False, memory: object = None
+    ) -> EngineCopies:
+        """Copies of a shard between the device and the host pool.
+
+        Args:
+            address: where the host pool is mapped.
+            host: its layout.
+            shard: whose copies they are.
+            read_only: it is mapped read-only.
+            memory: what keeps it mapped; held until nothing of it is registered. None = the caller keeps it so long.
 
         Raises:
             CudaFailure: the driver refused.
         """
-        return EngineCopies(self, address, host, shard, read_only=read_only)
+        return EngineCopies(self, address, host, shard, read_only=read_only, memory=memory)
 
 
 class Mark(Protocol):
@@ -140,15 +151,23 @@ def destroy_events(owner: EngineDevice, events: list[Event]) -> None:
 class EngineCopies:
     """The copier of an engine's shard, and the host pool as its device reaches it. Used by one thread.
 
+    One that is dropped is closed, since a device must not reach memory that is not mapped any more.
+
     Attributes:
         copier: for `BlockTransfers`, within `after`.
     """
 
-    def __init__(self, owner: EngineDevice, address: int, host: HostGeometry, shard: int, *, read_only: bool) -> None:
+    def __init__(
+        self, owner: EngineDevice, address: int, host: HostGeometry, shard: int, *, read_only: bool, memory: object
+    ) -> None:
+        """Use `EngineDevice.open_host`."""
         self._owner = owner
         with owner.device.current():
             self.copier = CudaCopier(owner.device, range(address, address + host.size_bytes))
         self._pool = HostPool(owner.device, address, shard_ranges(host, shard), read_only=read_only)
+        parts = (owner, self.copier, self._pool, memory, os.getpid())
+        self._end = weakref.finalize(self, _end_copies, *parts)
+        self._end.atexit = False  # the driver ends all of it anyway
         self._pool.start()
 
     @contextmanager
@@ -165,13 +184,25 @@ class EngineCopies:
     def close(self) -> None:
         """End the registration of the host pool, which may be unmapped then. No copy may be in flight.
 
-        Where the device has failed it does nothing more for this process; the memory may go all the same.
+        Where the device has failed it does nothing more for this process; the memory may go all the same. Does nothing
+        the second time, nor in a forked child, which cannot use the device.
         """
-        try:
-            with self._owner.device.current():
-                try:
-                    self.copier.close()
-                finally:
-                    self._pool.close()
-        except CudaFailure as error:
-            _log.warning("the host pool is left, but not unregistered: %s", error)
+        self._end()
+
+
+def _end_copies(owner: EngineDevice, copier: CudaCopier, pool: HostPool, memory: object, process_id: int) -> None:
+    """Close a copier and end the registration of memory, which is held until then."""
+    if os.getpid() != process_id:
+        return
+    if pool.is_own_thread:  # it has collected the last reference, and cannot wait for itself
+        parts = (owner, copier, pool, memory, process_id)
+        threading.Thread(target=_end_copies, args=parts, name="host-registration-end", daemon=True).start()
+        return
+    try:
+        with owner.device.current():
+            try:
+                copier.close()
+            finally:
+                pool.close()
+    except CudaFailure as error:
+        _log.warning("the host pool is left, but not unregistered: %s", error)

@@ -84,6 +84,11 @@ class HostPool:
         if self._thread is not None:
             self._thread.join()
 
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is the one that registers, which cannot wait for its own end."""
+        return self._thread is threading.current_thread()
+
     def close(self) -> None:
         """Stop registering, and undo it. No copy may use the pool any more. Does nothing the second time."""
         self._ending.set()

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -23,22 +24,39 @@ _WORD_BYTES: Final = 4
 #: Marks that may be ahead of the device at a time: each has a word of the page.
 MARKS_MAX: Final = mmap.PAGESIZE // _WORD_BYTES
 _NUMBERS: Final = 1 << 32
+#: Writers count from numbers of their own on, multiples of `_NUMBERS`: so a mark of another writer is told apart.
+_WRITERS: Final = 1 << 31
 
 _log: Final = logging.getLogger(__name__)
 
 
+#: Pages that are registered. A device may still write them when nobody needs them any more; unmapped, their addresses
+#: would be those of other memory.
+_registered: Final[set[_Page]] = set()
+
+
 class _Page:
-    """The page of marks, registered with a device."""
+    """The page of marks, registered with a device. It stays mapped until it is closed."""
 
     def __init__(self, device: Device, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
         self.words = memoryview(self._memory).cast("I")
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
-        self.registered = device.register(address, mmap.PAGESIZE)
+        self._registration = device.register(address, mmap.PAGESIZE)
+        _registered.add(self)
+
+    def close(self) -> None:
+        """Unregister it. No stream may still be to write it.
+
+        Raises:
+            CudaFailure: the driver refused; the page stays mapped.
+        """
+        self._registration.close()
+        _registered.discard(self)
 
     def place(self, number: int) -> int:
         """Where the device finds the word of a mark."""
-        return self.registered.device_address + number % MARKS_MAX * _WORD_BYTES
+        return self._registration.device_address + number % MARKS_MAX * _WORD_BYTES
 
 
 class MarkWriter:
@@ -56,7 +74,7 @@ class MarkWriter:
         """
         self._owner = owner
         self._lock = threading.Lock()
-        self._last = 0
+        self._first = self._last = (1 + secrets.randbelow(_WRITERS - 1)) * _NUMBERS  #: no mark, but the one before it
         self.descriptor = os.memfd_create("kvcached-marks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, mmap.PAGESIZE)
@@ -65,7 +83,7 @@ class MarkWriter:
                 try:
                     _try(owner.device, lambda stream: stream.write(self._page.place(0), 0))
                 except BaseException:
-                    self._page.registered.close()
+                    self._page.close()
                     raise
         except BaseException:
             os.close(self.descriptor)
@@ -74,7 +92,7 @@ class MarkWriter:
             self._page.words[place] = place - MARKS_MAX + _NUMBERS
 
     def mark(self, stream: int) -> int:
-        """A mark behind all work that a stream has now; its number, never 0. Does not wait.
+        """A mark behind all work that a stream has now. Does not wait.
 
         Args:
             stream: the stream's handle; 0 is the default stream. It captures no graph.
@@ -89,8 +107,9 @@ class MarkWriter:
                 raise bad_value("a mark for a copy process that is closed", "start another one")
             number = self._last + 1
             if not self._is_reached(number - MARKS_MAX):
+                nth = number - self._first
                 raise bad_value(
-                    f"mark {number}: the device has not come to mark {number - MARKS_MAX}",
+                    f"mark {nth}: the device has not come to mark {nth - MARKS_MAX}",
                     "make one mark for all copies of a step, and wait for outcomes",
                 )
             with device.current():
@@ -98,6 +117,10 @@ class MarkWriter:
                 device.driver.call("cuStreamWriteValue32", handle, place, number % _NUMBERS, 0)
             self._last = number
         return number
+
+    def has_made(self, mark: object) -> bool:
+        """Whether this is a mark that `mark` has returned."""
+        return isinstance(mark, int) and self._first < mark <= self._last
 
     def close(self, *, waits: bool = True) -> None:
         """Give the page up, once the device has come to all marks. Where it has failed, the page stays registered.
@@ -112,13 +135,17 @@ class MarkWriter:
         os.close(descriptor)
         try:
             with self._owner.device.current():
-                if not all(map(self._is_reached, range(max(1, self._last - MARKS_MAX + 1), self._last + 1))):
+                if not all(map(self._is_reached, range(self._oldest(), self._last + 1))):
                     if not waits:
                         return
                     self._owner.device.driver.call("cuCtxSynchronize")
-                self._page.registered.close()
+                self._page.close()
         except CudaFailure as error:
             _log.warning("the page of marks is left, but not unregistered: %s", error)
+
+    def _oldest(self) -> int:
+        """The oldest mark that may be ahead of the device."""
+        return max(self._first, self._last - MARKS_MAX) + 1
 
     def _is_reached(self, number: int) -> bool:
         """Of the last `MARKS_MAX` marks, and of those that were never made."""

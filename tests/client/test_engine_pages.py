@@ -260,3 +260,49 @@ def test_torch_tensors_are_taken() -> None:
     pages = EnginePages.of_tensors({"a": tensor})
 
     assert pages.layers == ((tensor.data_ptr(), 256, 256),)
+
+
+def rows(start: int, page: int, stride: int = 64) -> HostTensor:
+    """Five pages in one memory, as bytes."""
+    steps = np.lib.stride_tricks.as_strided(MEMORY[start:], (5, page), (stride, 1))
+    return HostTensor(steps)
+
+
+MEMORY = np.zeros(1024, np.uint8)
+
+
+@pytest.mark.parametrize("second", [(64, 64), (32, 64), (40, 48), (0, 32, 128)], ids=str)
+def test_pages_of_different_blocks_that_overlap_are_refused(second: tuple[int, ...]) -> None:
+    """A load into one block would overwrite another one."""
+    with pytest.raises(BadRequest, match="pages of different blocks overlap"):
+        EnginePages.of_tensors({"a": rows(0, 64), "b": rows(*second)})
+
+
+@pytest.mark.parametrize("second", [(32, 32), (0, 16), (16, 48), (5 * 64, 64)], ids=str)
+def test_pages_of_one_block_may_share_memory(second: tuple[int, ...]) -> None:
+    """Pages side by side, within each other, or in one block: each block is one place."""
+    assert EnginePages.of_tensors({"a": rows(0, 32), "b": rows(*second)}).blocks == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [({"data": (1 << 30, True)}, "only be read"), ({"data": (0, False)}, "no memory"), ({"mask": object()}, "masked")],
+    ids=["read-only", "null", "mask"],
+)
+def test_cuda_array_that_cannot_be_loaded_into_is_refused(change: dict[str, Any], match: str) -> None:
+    """A load writes every byte of a block."""
+    array: Any = CudaArray(kv())
+    array.__cuda_array_interface__.update(change)
+    with pytest.raises(BadRequest, match=match):
+        EnginePages.of_tensors({"a": array})
+
+
+def test_torch_tensors_without_memory_are_refused() -> None:
+    """A tensor whose storage was given back, and one that stores some of its elements only, are no pages."""
+    torch = pytest.importorskip("torch")
+    freed = torch.zeros((5, 4, 16))
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(BadRequest, match="a has no memory"):
+        EnginePages.of_tensors({"a": freed})
+    with pytest.raises(BadRequest, match="a is no tensor"):
+        EnginePages.of_tensors({"a": torch.zeros((5, 4, 16)).to_sparse()})

@@ -11,14 +11,17 @@ from kvcached.core.insight.explain import explain
 from kvcached.core.messages import (
     BackupSettled,
     ClearingEnded,
+    FetchSettled,
     MembersDied,
     SessionExpired,
+    StorageAnswered,
+    StorageLost,
     StorageReady,
     Ticked,
     WorkerDied,
 )
 from kvcached.core.restart.rejoin import Rejoin
-from kvcached.core.slots.states import SessionState, SlotState
+from kvcached.core.slots.states import PrefetchState, SessionState, SlotState
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached_client.types import NO_FENCE, MissReason
@@ -252,8 +255,8 @@ def test_replica_works_after_it(new_tiers: Callable[..., Cache]) -> None:
     assert (grant.hit, engine.hit("abcdef")) == (6, 6)
 
 
-def test_no_backup_begins_while_copies_are_awaited() -> None:
-    """Backups under way are awaited; those that wait for their turn never begin, so that the clear ends soon."""
+def test_backups_are_not_awaited_and_none_begins() -> None:
+    """Those that wait for their turn never begin, and those under way are not awaited: their slots are set aside."""
     cache = make_tiers("a", slots=64, host_slabs=8, slots_per_slab=16, storage=StorageSpec(BackupPolicy.EVERY))
     cache.handle(StorageReady())
     engine, workers = Engine(cache), Workers(cache)
@@ -264,10 +267,68 @@ def test_no_backup_begins_while_copies_are_awaited() -> None:
     assert cache.storage.backups.candidates.waiting
     begin(cache)
 
-    ended = [cleared(cache)]
-    for transfer in under_way:
-        cache.handle(BackupSettled(transfer, 4))
-        ended.append(cleared(cache))
-
-    assert [each is not None for each in ended] == [False] * len(under_way) + [True]
+    assert cleared(cache) is not None
     assert_empty(cache)
+    assert [copy.id for copy in cache.storage.copies] == under_way
+    while cache.storage.copies:
+        read = sum(copy.blocks for copy in cache.storage.copies)
+        assert host_of(cache).counts[SlotState.QUARANTINED] == read
+        cache.handle(BackupSettled(cache.storage.copies[0].id, 4))
+        assert healthy(cache)
+
+    assert host_of(cache).counts[SlotState.QUARANTINED] == 0
+
+
+def test_slots_that_storage_writes_are_nobodys_until_it_is_through() -> None:
+    """A clear does not wait for a fetch, and nobody gets its slots before storage has said that it is over."""
+    cache = make_tiers("a", slots=16, host_slabs=2, slots_per_slab=4, storage=StorageSpec(BackupPolicy.NEVER))
+    cache.handle(StorageReady())
+    engine = Engine(cache)
+    found = cache.prefetch(engine.session, engine.epoch, keys_of("abcd"), 16, 0.0, full=True)
+    cache.handle(StorageAnswered(found.id, 4, 0))
+    (copy,) = cache.storage.copies
+    begin(cache)
+
+    assert cleared(cache) is not None
+    assert host_of(cache).counts[SlotState.FILLING] == copy.blocks
+    cache.handle(FetchSettled(copy.id, 4, 0))
+    assert healthy(cache)
+    assert (host_of(cache).counts[SlotState.FILLING], found.state) == (0, PrefetchState.OVER)
+    assert_empty(cache)
+
+
+def test_path_that_several_backups_lock_leaves_the_index_at_once() -> None:
+    """Backups of branches of one prefix lock it more than once; what they do not read is free, the rest set aside."""
+    cache = make_tiers("a", slots=64, host_slabs=8, slots_per_slab=16, storage=StorageSpec(BackupPolicy.EVERY))
+    cache.handle(StorageReady())
+    engine, workers = Engine(cache), Workers(cache)
+    for text in ("abcd", "abxy", "abxz"):
+        engine.store(text)
+        workers.answer_all()
+        cache.settle()
+    assert len(cache.storage.copies) > 1
+    begin(cache)
+
+    assert cleared(cache) is not None
+    assert_empty(cache)
+    cache.handle(StorageLost())
+    assert healthy(cache)
+    assert host_of(cache).counts[SlotState.QUARANTINED] == 0
+
+
+def test_clear_after_a_clear_leaves_what_storage_reads_yet_set_aside() -> None:
+    """A hung backup outlives two clears: its slots are nobody's until it has ended, and those of the next one too."""
+    cache = make_tiers("a", slots=64, host_slabs=8, slots_per_slab=16, storage=StorageSpec(BackupPolicy.EVERY))
+    cache.handle(StorageReady())
+    for root in (b"second root", b"third root"):
+        Engine(cache).store("abcd")
+        Workers(cache).answer_all()
+        cache.settle()
+        cache.clearings.begin(cache.tree_of("a"), root)
+        assert cleared(cache) is not None
+    assert [copy.blocks for copy in cache.storage.copies] == [4, 4]
+    assert host_of(cache).counts[SlotState.QUARANTINED] == 8
+    cache.handle(StorageLost())
+
+    assert healthy(cache)
+    assert host_of(cache).counts[SlotState.QUARANTINED] == 0

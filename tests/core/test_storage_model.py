@@ -156,13 +156,14 @@ class StorageHistory(History):
             self.world.held.discard(named)
 
     def clear(self) -> None:
-        if self.choose(10) < 7:
+        if self.choose(2):
             self.cache.offload.clear(self.one(self.offload).session)
         elif not any(pool.clearing for pool in self.cache.pools.values()):
             clearings: Clearings = self.cache.clearings
             self.clears += 1
             clearings.begin(self.cache.tree_of("a"), b"anew %d" % self.clears)
-            self.world.answer_all()
+            while any(pool.clearing for pool in self.cache.pools.values()):
+                self.world.take()  # workers copy, and what storage does is not waited for
             for engine in self.engines:
                 self.cache.close_session(engine.session)
             self.engines = [Engine(self.cache, "a"), Engine(self.cache, "b")]

@@ -16,10 +16,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.client import CopyProcess, EngineMemory, Outcome
 from kvcached_client.cuda.device import Device, DeviceMemory
 from kvcached_client.cuda.driver import Driver
+from kvcached_client.cuda.marks import MarkWriter
 from kvcached_client.errors import BadRequest
 from kvcached_client.offload import new_instance
 from tests.client.offload_rig import HostTensor
@@ -203,6 +205,24 @@ class Engine:
         copies, scheduler = self._parts()
         copies.store([job_of(scheduler.prepare_store(name, 2)[1])])
 
+    def store_behind_others(self, name: str) -> str:
+        """Stores behind what is no mark, and behind one that another copy process was given: which were accepted."""
+        copies, scheduler = self._parts()
+        job = job_of(scheduler.prepare_store(name, 2)[1])
+        own = copies.mark(self.stream.handle)
+        other = MarkWriter(self.pages.device)
+        marks = {"zero": 0, "minus one": -1, "next": own + 1, "low": 1, "other": other.mark(self.stream.handle)}
+        accepted = [name for name, mark in marks.items() if self._is_accepted([job], mark)]
+        other.close()
+        return f"{accepted}"
+
+    def _is_accepted(self, jobs: list[BlockJob], mark: int) -> bool:
+        try:
+            self._parts()[0].store(jobs, after=mark)
+        except BadRequest as error:
+            return "no mark of this copy process" not in error.message
+        return True
+
     def mark_too_often(self) -> str:
         """Marks behind a kernel that does not end: how many there can be, and what the next one raises."""
         copies, made, refusal = self._parts()[0], 0, "none was refused"
@@ -219,7 +239,7 @@ class Engine:
     def mark(self) -> str:
         """Make a mark."""
         try:
-            return str(self._parts()[0].mark(self.stream.handle))
+            return str(self._parts()[0].mark(self.stream.handle) % (1 << 32))  # the rest says whose it is
         except BadRequest as error:
             return error.message
 

@@ -40,6 +40,7 @@ from kvcached_client.cuda.mapping import CudaBuffer
 from kvcached_client.cuda.marks import MarkReader, MarkWriter
 from kvcached_client.cuda.streams import StreamFences
 from kvcached_client.types import KEY_SIZE_BYTES, TransferId
+from tests.cuda.lifetimes import dropped_copies, marks_left
 
 SLOTS: Final = 24
 BLOCKS: Final = 10
@@ -414,7 +415,7 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     for each in (
         *(round_trip, layer_by_layer, corrupt, neighbours, failing, abandoned, shared, refused_export, elsewhere),
         *(too_much, missing, stream_values, both_directions, beside_a_capture, closed_in_a_copy, registered_read_only),
-        *(small_round_trip, short_round_trip, summed_by_threads, old_marks),
+        *(small_round_trip, short_round_trip, summed_by_threads, old_marks, marks_left, dropped_copies),
     )
 }
 

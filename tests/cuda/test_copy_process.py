@@ -230,6 +230,20 @@ def test_refused_shares_and_marks_are_errors_of_the_start(node: Node) -> None:
     assert seconds_until(node.daemon.run_dir, nothing_held) <= PATIENCE_S
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_of_others_are_refused(node: Node, kind: str) -> None:
+    """What is no mark, and a mark of another copy process, orders nothing: the blocks might not be written yet."""
+    with engine_of(node, kind) as engine:
+        assert engine.ask("store_behind_others a") == "[]"
+        assert [engine.ask("store b 6"), engine.ask("load b 6")] == ["stored", WHOLE]
+    assert broken_rules(node) == []
+
+
+def test_page_that_a_stream_is_to_write_stays_mapped(run_program: RunProgram) -> None:
+    """A page of marks that is given up without waiting is mapped until the process ends; one that is closed is not."""
+    assert run_program("marks_left").said == [1, 0]
+
+
 def test_mistakes_about_marks_are_refused(node: Node) -> None:
     """A copy without a mark is refused, and so are more marks than the page has words for; then it goes on."""
     with engine_of(node, "descriptor") as engine:

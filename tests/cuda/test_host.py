@@ -68,3 +68,9 @@ def test_memory_that_an_engine_only_reads_is_registered(run_program: RunProgram)
     assert (done.said, broken_rules(done.records)) == ([1 << 20, ""], [])
     registered, error = run_program("registered_read_only", False).said
     assert (registered, "cuMemHostRegister" in error) == (0, True)
+
+
+@pytest.mark.parametrize("by_own_thread", [False, True])
+def test_dropped_copies_end_their_registration(run_program: RunProgram, by_own_thread: bool) -> None:
+    """Copies that nobody closes hold the host pool while the device reaches it; also where its thread drops them."""
+    assert run_program("dropped_copies", by_own_thread).said == [True] * 3

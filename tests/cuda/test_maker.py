@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kvcached.process.seqpacket import Packet
 from kvcached.worker import cuda_maker
 from kvcached.worker.cuda_maker import MadeMemory, NoCudaMemory, WantedMemory, make_cuda_memory
 from tests.cuda.conftest import ROOT
@@ -283,3 +284,14 @@ def test_what_may_pass_is_a_failed_start(
     assert status == 3
     assert "CUDA device 0: " in said
     assert why in said
+
+
+def test_memory_without_a_descriptor_says_how_many_files_may_be_open(
+    use_device: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the descriptor of the memory found no room, the error names the limit of open files."""
+    use_device()
+    monkeypatch.setattr(cuda_maker, "receive", lambda *_: Packet(b"GPU-1", [], cut=True))
+    with pytest.raises(NoCudaMemory, match=r"this process may have \d+ files open") as caught:
+        asyncio.run(make_cuda_memory([WantedMemory(0, SIZE_BYTES)]))
+    assert (caught.value.is_permanent, caught.value.is_lost) == (False, False)

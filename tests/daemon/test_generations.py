@@ -207,18 +207,24 @@ def standby(tmp_path: Path) -> Iterator[tuple[RunningDaemon, Engine, RunningDaem
         yield tuple(found)  # type: ignore[misc]
 
 
+def clear_and_die(daemon: RunningDaemon, engine: Engine) -> int:
+    """An engine clears its namespace, and its daemon dies before storage has forgotten a block; the new generation."""
+    storage = int((daemon.run_dir / "storage.lock").read_text())
+    os.kill(storage, signal.SIGSTOP)
+    cleared = engine.scheduler.client.clear()
+    daemon.process.kill()
+    daemon.process.wait()
+    os.kill(storage, signal.SIGKILL)
+    return cleared
+
+
 def test_daemon_that_waited_for_storage_finds_nothing_from_before_a_clear_of_the_one_before(tmp_path: Path) -> None:
     """Its engines' blocks in memory, from before that clear, are gone, too, and it clears with numbers of its own."""
     with standby(tmp_path) as (one, engine, two, other):
         generation = other.scheduler.client.generation
         assert generation == engine.scheduler.client.generation
         other.store("b", BLOCKS)
-        storage = int((one.run_dir / "storage.lock").read_text())
-        os.kill(storage, signal.SIGSTOP)  # it forgets nothing
-        cleared = engine.scheduler.client.clear()
-        one.process.kill()
-        one.process.wait()
-        os.kill(storage, signal.SIGKILL)
+        cleared = clear_and_die(one, engine)
         attached_again(two)
         assert fetch(other, "a").fetched == 0
         assert other.load("b", BLOCKS) == 0
@@ -226,6 +232,22 @@ def test_daemon_that_waited_for_storage_finds_nothing_from_before_a_clear_of_the
             assert third.scheduler.client.generation == cleared
         until(lambda: report(two).blocks == 0)
         assert other.scheduler.client.clear() > cleared + 1
+
+
+@pytest.mark.parametrize("damage", ["removed", "damaged"])
+def test_daemon_that_waited_for_storage_finds_nothing_cleared_without_the_record(tmp_path: Path, damage: str) -> None:
+    """The daemon before has cleared and died, and its record is lost: its blocks are not found, whoever asks."""
+    with standby(tmp_path) as (one, engine, two, other):
+        cleared = clear_and_die(one, engine)
+        record = tmp_path / "disk" / RECORD
+        if damage == "removed":
+            record.unlink()
+        else:
+            record.write_bytes(bytes(64))
+        attached_again(two)
+        assert (fetch(other, "a").fetched, other.load("a", BLOCKS)) == (0, 0)
+        with connected(two) as third:
+            assert third.scheduler.client.generation > cleared
 
 
 def test_daemon_that_waited_for_storage_finds_what_was_stored_after_a_clear(tmp_path: Path) -> None:

@@ -103,6 +103,20 @@ def record_not_read_again(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, StorageLink._on_opened, "self.before_ready(partial(", "(lambda go_on: go_on())(partial(")
 
 
+@caught_by(
+    "tests/service/test_lost_record.py::test_daemon_that_waited_for_storage_serves_nothing_without_its_record[removed]"
+)
+def lost_record_taken_for_one_without_clears(patch: pytest.MonkeyPatch) -> None:
+    """A daemon that waited for storage, whose record is lost, goes on in the generation that another one cleared."""
+    patch.setattr(Clears, "lose_record", lambda _: None)
+
+
+@caught_by("tests/storage/test_forgets.py::test_prefix_that_is_due_is_requested_once_however_often_storage_opens")
+def prefix_requested_again_at_each_opening(patch: pytest.MonkeyPatch) -> None:
+    """Each opening of storage adds a request for each generation that it has still to forget."""
+    rewrite(patch, Forgets.add, "if prefix in self.due", "if False")
+
+
 @caught_by("tests/service/test_followed_clears.py::test_clear_of_both_daemons_begins_a_generation_of_neither")
 def clear_of_both_daemons_taken_for_the_other_ones(patch: pytest.MonkeyPatch) -> None:
     """What another daemon stored before a clear that could not be recorded here is found after it."""

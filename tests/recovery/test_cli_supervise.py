@@ -46,7 +46,7 @@ def test_cli_supervise_hands_its_arguments_on(
     monkeypatch.setattr(kvcached.recovery.supervise, "supervise", fake)
 
     assert CliRunner().invoke(main, ["supervise", *given]).exit_code == 9
-    expected = [sys.executable, "-m", "kvcached", "serve", *passed_on]
+    expected = [sys.executable, "-P", "-m", "kvcached", "serve", *passed_on]
     assert calls == [(expected, Policy(failed_starts_max=failed_starts_max), keeper)]
 
 

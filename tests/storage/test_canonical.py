@@ -180,7 +180,7 @@ def test_changed_byte_in_the_host_pool_does_not_reach_storage() -> None:
     node.fill([0, 1, 2])
     node.part(1, 1)[7] ^= 1
 
-    assert node.back_up([0, 1, 2]) == (3, 3)
+    assert node.back_up([0, 1, 2]) == (3, 2)
     assert [key[16:] for key in shelf.values] == [KEYS[0], KEYS[2]]
 
 

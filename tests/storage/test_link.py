@@ -305,6 +305,23 @@ def test_suspended_storage_is_asked_until_it_answers(rig: Rig, reason: str) -> N
     assert rig.state() is LinkState.READY
 
 
+def test_pauses_grow_while_only_probes_succeed(rig: Rig) -> None:
+    """Storage that answers probes and then fails is probed later and later; an order that succeeds ends that."""
+
+    def pause_s() -> float:
+        rig.fail(BREAKER_FAILURES)
+        began_s = rig.clock.time()
+        while not rig.process.looks():
+            rig.clock.pass_s(FIRST_PAUSE_S / 2)
+        rig.process.answer(rig.process.looks()[0])
+        assert rig.state() is LinkState.READY
+        return rig.clock.time() - began_s
+
+    assert [pause_s() for _ in range(4)] == [0.5, 1, 2, 4]
+    rig.process.answer(rig.ask())
+    assert pause_s() == FIRST_PAUSE_S
+
+
 def test_orders_that_wait_for_their_turn_are_not_late(rig: Rig) -> None:
     """A process that works off many orders, each in time, is neither suspended nor killed, however many wait."""
     orders = [rig.ask() for _ in range(3 * HUNG_TIMEOUTS)]

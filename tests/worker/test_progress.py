@@ -105,6 +105,15 @@ def test_new_load_never_shows_the_state_of_the_one_before(page: ProgressPage, mo
     assert all(state != STATE_FAILED for transfer, _, state in seen if transfer == 70)
 
 
+def test_load_that_takes_an_entry_wakes_who_waits_for_the_one_before(page: ProgressPage) -> None:
+    """Whoever looked while the entry changed hands looks again, and sees that the earlier load is over."""
+    page.begin(3, 70)
+    page.succeed(3)
+    assert events_told(page, 3) == 1
+    page.begin(3, 71)
+    assert events_told(page, 3) == 1
+
+
 def test_page_cannot_be_written_or_resized_by_a_holder(page: ProgressPage) -> None:
     """Whoever has the descriptor can map the page readable, and can neither map it writable nor resize it."""
     with mmap.mmap(page.descriptor, PAGE_BYTES, prot=mmap.PROT_READ) as mapping:

@@ -89,7 +89,8 @@ def _violations(cache: Cache) -> Iterator[str]:
             yield from _residency(tree, runs, tree.host, HOST)
             stored = _storage_claims(cache, tree)
             yield from _slots(tree.host, [*_host_claims(tree, runs, [*transfers, *copies], offload), *stored])
-            backed = _ends([copy for copy in cache.storage.backups_under_way if copy.tree is tree])
+            backups = cache.storage.backups_under_way
+            backed = _ends([each for each in backups if each.tree is tree and not each.is_cleared])
             copying = [*_ends(transfers), *_ends(copies), *backed]
             yield from _prefix_locks(cache, tree)
             locked: list[_Holder] = [*cache.pins.held(tree, None), *cache.storage.locks.held(tree)]
@@ -189,7 +190,8 @@ def _storage_claims(cache: Cache, tree: PrefixTree) -> Iterator[_Claim]:
                 yield SlotState.FILLING, f"prefetch {prefetch.id}", pairs(arrival.slots)
     for backup in cache.storage.backups_under_way:
         if backup.tree is tree:
-            yield SlotState.QUARANTINED, f"backup {backup.id}", pairs(backup.set_aside)
+            slots = backup.host if backup.is_cleared else backup.set_aside
+            yield SlotState.QUARANTINED, f"backup {backup.id}", pairs(slots)
 
 
 def _copies(runs: list[Run]) -> Iterator[str]:

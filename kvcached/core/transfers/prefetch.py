@@ -94,7 +94,8 @@ class Prefetches:
         """One that brings the same blocks already, and does not wait for one of the stores `own`."""
         for each in self.under_way.values():
             is_same = each.chain.tree is chain.tree and each.chain.keys == chain.keys
-            if is_same and not each.stopping and not (each.id in self.waiting and each.store in own):
+            is_own = each.id in self.waiting and each.store in own
+            if is_same and not each.stopping and not is_own and self._is_current(each):
                 return each
         return None
 

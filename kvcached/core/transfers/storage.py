@@ -97,13 +97,6 @@ class StorageTier:
         """Those of them that storage reads host slots for."""
         return list(self._table.backups.values())
 
-    def holds(self, tree: PrefixTree) -> bool:
-        """Whether a copy under way, or one that has come, has slots of a tree."""
-        prefetches = self.prefetches.under_way.values()
-        return any(copy.tree is tree for copy in self.copies) or any(
-            each.chain.tree is tree and bool(each.arrived) for each in prefetches
-        )
-
     def prefetch(self, session: SessionId, chain: Chain, own: Container[TransferId] = ()) -> Prefetch:
         """Begin to bring blocks of a chain, or join whoever brings the same already.
 

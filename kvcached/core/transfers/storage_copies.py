@@ -16,10 +16,11 @@ from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Effect, ForgetStored, StartBackup, TransferKind, span_of
-from kvcached.core.slots.ranges import append, no_ranges, pairs, section
+from kvcached.core.slots.ranges import append, no_ranges, one_range, pairs, section
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
+from kvcached_client.types import MissReason
 
 #: Copies under way: enough to keep a device busy, few enough that little is locked.
 BACKUPS_MAX = 8
@@ -150,15 +151,37 @@ class Backups:
         self._counters["backed_up_blocks"] += written
         if written < copy.blocks:
             self._fail(copy, run, written, now_ms)
-        copy.tree.unlock_host(run, copy.end)
-        copy.tree.drop_lost(run)
+        if not copy.is_cleared:
+            copy.tree.unlock_host(run, copy.end)
+            copy.tree.drop_lost(run)
         for first, count in pairs(copy.set_aside):
             for slot in range(first, first + count):
                 self._table.free_unread(copy.tree, slot, SlotState.QUARANTINED, f"end of backup {copy.id}")
 
+    def let_go(self, tree: PrefixTree, namespace: bytes, cause: str) -> None:
+        """A tree is cleared: storage may read slots of its blocks for long, which are in no index from now on.
+
+        Args:
+            tree: which has another namespace already.
+            namespace: that it had; copies of an earlier one were let go before.
+            cause: for the journal.
+        """
+        backups = self._table.backups.values()
+        mine = [copy for copy in backups if copy.tree is tree and copy.namespace == namespace]
+        for copy in mine:
+            slots = [slot for first, count in pairs(copy.host) for slot in range(first, first + count)]
+            for index in reversed(range(len(slots))):  # a copy whose slot was set aside has lost its block already
+                depth, slot = copy.depth_of(index), one_range(slots[index], 1)
+                run = tree.resolve(copy.run, depth + 1)
+                if tree.path_slots(run, depth, depth + 1, HOST) == slot:
+                    tree.punch_host(run, [Piece(depth, depth + 1)])
+                    self._table.free_unread(tree, slots[index], SlotState.CACHED, cause)
+        for copy in mine:
+            tree.unlock_host(copy.run, copy.end, MissReason.CLEARED)
+
     def _fail(self, copy: StorageTransfer, run: Run, written: int, now_ms: int) -> None:
         tries = copy.attempts + 1
-        if tries >= BACKUP_TRIES or copy.tree.namespace != copy.namespace:
+        if tries >= BACKUP_TRIES or copy.is_cleared:
             self._counters["backup_failed_blocks"] += copy.blocks - written
             return
         _unmark(run, copy.depth_of(written))

@@ -169,6 +169,11 @@ class StorageTransfer(Transfer):
     attempts: int = 0
     set_aside: Ranges[int] = field(default_factory=no_ranges)
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether its tree was cleared since it began: then it locks no path, and its slots are in no index."""
+        return self.tree.namespace != self.namespace
+
     def depth_of(self, index: int) -> int:
         """Depth of one of its blocks, counted from 0."""
         for start, end in self.pieces:

@@ -176,10 +176,29 @@ class Clears:
         """
         for root, edition in recorded.items():
             self._follow_for_engines(root, edition)
-        targets = (resolve_namespace(self._cache, self._replicas, name) for name in self._replicas)
-        for target in {each.replicas: each for each in targets}.values():
+        for target in self._targets():
             self._follow_for_replicas(target, recorded)
         self._carry_out()
+
+    def lose_record(self) -> None:
+        """Nobody can tell what another daemon has cleared while it had storage: its record is lost.
+
+        Each namespace begins a generation that it never had before. One whose generation only this daemon knows stays
+        in it: storage has nothing of that.
+        """
+        replicas = {each.namespace for each in self._replicas.values()}
+        generations = self._cache.generations
+        for root, edition in list(generations.editions.items()):
+            if root not in replicas and self._recorder.may_be_known(root, edition):
+                self._enter_for_engines(root, generations.fresh(edition.generation), "the record is lost")
+        for target in self._targets():
+            self._begin_unknown(target)
+        self._carry_out()
+
+    def _targets(self) -> list[NamedNamespace]:
+        """Each namespace of replicas once."""
+        targets = (resolve_namespace(self._cache, self._replicas, name) for name in self._replicas)
+        return list({each.replicas: each for each in targets}.values())
 
     def _known(self, connection: bytes, request: _ClearRequest) -> _Clear | None:
         return self._of_request.get((connection, type(request), request.id))
@@ -265,14 +284,18 @@ class Clears:
         generation = recorded.generation
         if not self._recorder.has_recorded(storage_root, ours):
             generation = self._cache.generations.fresh(generation)
+        self._enter_for_engines(storage_root, generation, "another daemon has cleared them")
+
+    def _enter_for_engines(self, storage_root: bytes, generation: int, why: str) -> None:
+        """Clear the namespaces in offload mode of a storage root, which have this generation from then on."""
         namespaces = self._cache.offload.namespaces
         spaces = namespaces.of_storage(storage_root)
         if spaces:
             self._tell_cleared(spaces[0])
         blocks = namespaces.enter_generation(storage_root, generation)
         for space in spaces:
-            fields = {"label": space.spec.label, "blocks": blocks, "generation": generation}
-            _log.warning("another daemon has cleared %(label)s: %(blocks)d blocks; generation %(generation)d", fields)
+            fields = {"label": space.spec.label, "blocks": blocks, "generation": generation, "why": why}
+            _log.warning("cleared: %(label)s, %(blocks)d blocks; generation %(generation)d: %(why)s", fields)
 
     def _follow_for_replicas(self, target: NamedNamespace, recorded: Mapping[bytes, Edition]) -> None:
         """The same for a namespace of replicas, whose root in the record tells the generation."""
@@ -291,6 +314,23 @@ class Clears:
             edition = coming._replace(generation=self._cache.generations.fresh(edition.generation))
         names = {"replicas": ", ".join(target.replicas), "generation": edition.generation}
         _log.warning("another daemon has cleared %(replicas)s; generation %(generation)d follows", names)
+        self._enter_for_replicas(target, begun, edition)
+
+    def _begin_unknown(self, target: NamedNamespace) -> None:
+        """Give a namespace of replicas a generation that no other daemon knows; a clear under way ends in it."""
+        replica, begun = self._replicas[target.replicas[0]], self._begun(target)
+        ours = Edition(replica.generation, replica.weights_version)
+        if begun is None and not self._recorder.may_be_known(replica.namespace, ours):
+            return
+        coming = ours if begun is None else Edition(begun.generation, begun.weights_version)
+        edition = coming._replace(generation=self._cache.generations.fresh(coming.generation))
+        names = {"replicas": ", ".join(target.replicas), "generation": edition.generation}
+        _log.warning("the record is lost; generation %(generation)d of %(replicas)s follows", names)
+        self._enter_for_replicas(target, begun, edition)
+
+    def _enter_for_replicas(self, target: NamedNamespace, begun: _Clear | None, edition: Edition) -> None:
+        """Clear a namespace of replicas, or have the clear that is under way end in this edition."""
+        replica = self._replicas[target.replicas[0]]
         if begun is None:
             self._begin(target, replica, edition)
             return

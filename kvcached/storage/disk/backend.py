@@ -30,7 +30,7 @@ from kvcached.storage.backend import (
 from kvcached.storage.disk.catalog import DiskCatalog, Place, Slot
 from kvcached.storage.disk.directory import DiskSettings, take_directory, validated
 from kvcached.storage.disk.index import IndexDamaged
-from kvcached.storage.disk.slots import has_no_room, slot_bytes_for
+from kvcached.storage.disk.slots import has_no_room, lack_of_room, slot_bytes_for
 
 
 class DiskStorage(Storage):
@@ -49,6 +49,7 @@ class DiskStorage(Storage):
             OSError, sqlite3.Error: the file system refuses.
         """
         self.capabilities = Capabilities(threads=settings.threads)
+        self._directory = settings.directory
         self._lock = threading.Lock()
         with ExitStack() as undo:
             self._claim = take_directory(settings.directory)
@@ -77,9 +78,12 @@ class DiskStorage(Storage):
         with self._locked() as catalog:
             held = catalog.held(blocks)
         wanted = [block for block in blocks if block.key not in held]
-        slots = self._reserve([slot_bytes_for(block.size_bytes) for block in wanted])
-        full = Result(Outcome.FULL, self._catalog.refusal)
-        written = [full if slot is None else _write(slot, block) for slot, block in zip(slots, wanted, strict=True)]
+        classes = [slot_bytes_for(block.size_bytes) for block in wanted]
+        slots, refusals = self._reserve(classes)
+        written = [
+            Result(Outcome.FULL, refusals.get(size, "")) if slot is None else _write(slot, block)
+            for size, slot, block in zip(classes, slots, wanted, strict=True)
+        ]
         results = iter(self._record(wanted, slots, written))
         return [DONE if block.key in held else next(results) for block in blocks]
 
@@ -128,20 +132,20 @@ class DiskStorage(Storage):
         with self._locked() as catalog:
             return catalog.clear_some(prefix)
 
-    def _reserve(self, classes: Sequence[int]) -> list[Slot | None]:
-        """A slot of each of these sizes, or None where there is no room."""
+    def _reserve(self, classes: Sequence[int]) -> tuple[list[Slot | None], dict[int, str]]:
+        """A slot of each of these sizes, or None where there is no room; and for each size that lacks some, why."""
         taken: dict[int, list[Slot]] = {}
         try:
             with self._locked() as catalog:
                 catalog.sweep()
-                catalog.take(classes, taken)
+                refusals = catalog.take(classes, taken)
         except (IndexDamaged, sqlite3.OperationalError, OSError) as error:
             self._release(slot for slots in taken.values() for slot in slots)
-            if not has_no_room(error):
+            why = lack_of_room(error, self._directory)
+            if not why:
                 raise
-            self._catalog.refuse(error)
-            return [None] * len(classes)
-        return [taken[each].pop(0) if taken.get(each) else None for each in classes]
+            return [None] * len(classes), dict.fromkeys(classes, why)
+        return [taken[each].pop(0) if taken.get(each) else None for each in classes], refusals
 
     def _record(self, blocks: Sequence[Block], slots: Sequence[Slot | None], results: Sequence[Result]) -> list[Result]:
         """Add the entries of what was written. Slots that get none are free again."""
@@ -150,9 +154,10 @@ class DiskStorage(Storage):
             with self._locked() as catalog:
                 return catalog.record(blocks, slots, results, entered)
         except (sqlite3.OperationalError, OSError) as error:
-            if not has_no_room(error):
+            why = lack_of_room(error, self._directory)
+            if not why:
                 raise
-            return [Result(Outcome.FULL, str(error))] * len(blocks)
+            return [Result(Outcome.FULL, why)] * len(blocks)
         finally:
             self._release(slot for slot in slots if slot is not None and slot not in entered)
 
@@ -171,7 +176,7 @@ def open_disk(settings: dict[str, object]) -> Storage:
     checked = validated(settings)
     try:
         return DiskStorage(checked)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, IndexDamaged) as error:
         raise StorageUnusable(f"disk storage: {checked.directory}: {error}") from error
 
 

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
-import numpy as np
-
 from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Usage
 from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings
-from kvcached.storage.disk.index import DiskIndex, Entry, IndexDamaged, create_index, place_of
+from kvcached.storage.disk.index import DiskIndex, Entry, IndexDamaged, create_index, place_of, reopen_index
 from kvcached.storage.disk.slots import DiskSpace, SlotFile
 
 #: Reads whose time is kept in memory before it is written to the index.
@@ -61,11 +59,9 @@ class DiskCatalog:
         try:
             self._index = DiskIndex(self._index_path)
         except IndexDamaged as damage:
-            self._start_empty(damage)
-            return
+            self._renew_index(damage)
         try:
             self._note_slots()
-            self._last_use_ns = min(max((each.used_ns for each in self._space.files.values()), default=0), _USE_MAX)
             self._delete_excess()
         except IndexDamaged as damage:
             self.replace_index(damage)
@@ -114,23 +110,23 @@ class DiskCatalog:
         self._forget_if_possible([entry for key, entry in found.items() if key not in held])
         return held
 
-    def take(self, classes: Sequence[int], taken: dict[int, list[Slot]]) -> None:
-        """Take a slot of each of these sizes, as far as there is room or can be made; adds them to `taken`."""
+    def take(self, classes: Sequence[int], taken: dict[int, list[Slot]]) -> dict[int, str]:
+        """Take a slot of each of these sizes, as far as there is room or can be made; adds them to `taken`.
+
+        Returns:
+            For each size of which there are fewer slots than wanted, why.
+        """
         self._write_uses()
         if not self._delete_excess():
             self._space.refuse_for_others()
-            return
+            return dict.fromkeys(classes, self._space.refusal)
+        refusals = {}
         for slot_bytes in dict.fromkeys(classes):
-            self._take(slot_bytes, classes.count(slot_bytes), taken.setdefault(slot_bytes, []))
-
-    @property
-    def refusal(self) -> str:
-        """Why there was no slot when one was last wanted; empty where there was one."""
-        return self._space.refusal
-
-    def refuse(self, error: Exception) -> None:
-        """Note that this error is the reason."""
-        self._space.refusal = str(error)
+            count, slots = classes.count(slot_bytes), taken.setdefault(slot_bytes, [])
+            self._take(slot_bytes, count, slots)
+            if len(slots) < count:
+                refusals[slot_bytes] = self._space.refusal
+        return refusals
 
     def record(
         self, blocks: Sequence[Block], slots: Sequence[Slot | None], results: Sequence[Result], entered: set[Slot]
@@ -178,10 +174,14 @@ class DiskCatalog:
         return Usage(self._space.blocks, self._space.used_bytes, self._settings.capacity_bytes)
 
     def replace_index(self, damage: IndexDamaged) -> None:
-        """Start empty. If that fails, the closed index counts as damaged, so the next call comes here again."""
+        """Go on with the index if it is whole, and else start empty.
+
+        If neither is possible, the closed index counts as damaged, so the next call comes here again.
+        """
         with suppress(IndexDamaged):
             self._index.close()
-        self._start_empty(damage)
+        self._renew_index(damage)
+        self._note_slots()
 
     def close(self) -> None:
         """Write what only memory has to the index, and close everything."""
@@ -193,10 +193,22 @@ class DiskCatalog:
             self._index.close()
             self._space.files.clear()
 
+    def _renew_index(self, damage: IndexDamaged) -> None:
+        """Open the index again where only reading it has failed: one failed read is not to cost all blocks."""
+        if not damage.is_certain:
+            try:
+                self._index = reopen_index(self._index_path)
+            except IndexDamaged as still:
+                damage = still
+            else:
+                _log.warning("reading the index %s has failed, and it is whole: %s", self._index_path, damage)
+                return
+        self._start_empty(damage)
+
     def _note_slots(self) -> None:
-        """Slots without an entry are free; entries without a slot are removed."""
+        """Slots without an entry stay free; entries without a slot are removed."""
         files = self._space.files
-        is_used = {number: np.zeros(file.slots, np.bool_) for number, file in files.items()}
+        is_used = {number: file.in_use() for number, file in files.items()}
         ends: dict[int, int] = {}
         for number, slots, used_ns in self._index.uses():
             end = files[number].slots if number in files else 0
@@ -210,6 +222,8 @@ class DiskCatalog:
                 self._index.remove_slots(number, end)
         for number, file in files.items():
             file.note_used(is_used[number])
+        latest_ns = max((each.used_ns for each in files.values()), default=0)
+        self._last_use_ns = max(self._last_use_ns, min(latest_ns, _USE_MAX))
 
     def _start_empty(self, damage: IndexDamaged | None = None) -> None:
         """Delete all files, and create an empty index. After a loss of power they do not come back."""
@@ -281,7 +295,9 @@ class DiskCatalog:
 
     def _take(self, slot_bytes: int, count: int, taken: list[Slot]) -> None:
         """Take slots of one size; least recently used blocks make room, or a file of another size that is older."""
-        while len(taken) < count and self._space.could_hold(slot_bytes):
+        if not self._space.could_hold(slot_bytes):
+            return
+        while len(taken) < count:
             slot = self._space.take(slot_bytes)
             if slot is not None:
                 slot[0].used_ns = self._use_ns()  # a new file is not the least recently used one
@@ -307,6 +323,7 @@ class DiskCatalog:
 
     def _delete_excess(self) -> bool:
         """Delete files while they take more than they may; returns whether that was enough."""
+        self._space.delete_retired()
         excess = self._space.excess_bytes()
         while excess > 0 and (cold := self._space.coldest()) is not None:
             self._delete_file(cold)
@@ -319,7 +336,7 @@ class DiskCatalog:
             return result, False
         file, number = slot
         if file.is_retired:
-            return Result(Outcome.FULL), False
+            return Result(Outcome.FULL, "its file was deleted while it was written, to make room"), False
         self._last_stored_ns, file.used_ns = max(self._last_stored_ns + 1, self._clock_ns()), self._use_ns()
         place = place_of(file.number, number)
         entry = Entry(block.key, place, file.slot_bytes, block.size_bytes, self._last_stored_ns)

@@ -17,8 +17,9 @@ from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
 
 _LOCK_NAME: Final = "lock"
 INDEX_NAME: Final = "index.db"
+PROBE_NAME: Final = "probe"
 #: Names of files of a directory that was used, where a process was killed while there was no index.
-_OWN: Final = re.compile(rf"{_LOCK_NAME}|{re.escape(INDEX_NAME)}.*|.*\.slots|probe|generations\.json(\.new)?")
+_OWN: Final = re.compile(rf"{_LOCK_NAME}|{re.escape(INDEX_NAME)}.*|.*\.slots|{PROBE_NAME}|generations\.json(\.new)?")
 _MODE: Final = 0o700
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +62,9 @@ _OF_THE_SYSTEM: Final = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
 }
+#: Errors of the file's content, which SQLite also reports where the device fails to read (EIO, ENXIO).
+_OF_THE_CONTENT: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_READ_BYTES: Final = 1 << 20
 _USES_AT_A_TIME: Final = 1 << 16
 #: An entry's place and last use, for many entries at a time.
 _USE: Final = np.dtype([("place", "<i8"), ("used", "<i8")])
@@ -100,7 +103,17 @@ def place_of(file: int, slot: int) -> int:
 
 
 class IndexDamaged(Exception):
-    """The index is missing, or is not what was written."""
+    """The index is missing, or is not what was written.
+
+    Args:
+        why: in words.
+        is_certain: the content was read and is wrong. Else SQLite says so, which it also does where a read has failed:
+            `reopen_index` tells one from the other.
+    """
+
+    def __init__(self, why: str, *, is_certain: bool = True) -> None:
+        super().__init__(why)
+        self.is_certain = is_certain
 
 
 class DiskIndex:
@@ -111,10 +124,11 @@ class DiskIndex:
 
         Raises:
             IndexDamaged: there is none, or it cannot be used.
+            OSError, sqlite3.Error: it cannot be read.
         """
         if not path.exists():
             raise IndexDamaged("there is none")
-        _read_ahead(path)
+        _read_through(path)
         with _DAMAGE:
             self._database = _connect(path)
             try:
@@ -131,6 +145,13 @@ class DiskIndex:
 
     def _number(self, query: str) -> int:
         return cast("int", self._database.execute(query).fetchone()[0])
+
+    def check(self) -> None:
+        """Read everything, and compare the table with its indexes."""
+        with _DAMAGE:
+            (found,) = self._database.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise IndexDamaged(found)
 
     @contextmanager
     def changes(self) -> Iterator[None]:
@@ -225,6 +246,23 @@ class DiskIndex:
             self._database.close()
 
 
+def reopen_index(path: Path) -> DiskIndex:
+    """The index that is there, where it is whole: SQLite has called it damaged because a read has failed.
+
+    Raises:
+        IndexDamaged: it is still not what was written.
+        OSError, sqlite3.Error: it cannot be read, so nobody knows.
+    """
+    index = DiskIndex(path)
+    try:
+        index.check()
+    except BaseException:
+        with suppress(IndexDamaged):
+            index.close()
+        raise
+    return index
+
+
 def create_index(path: Path) -> DiskIndex:
     """An empty index in the place of the one that is there."""
     for suffix in ("", "-wal", "-shm", "-journal"):
@@ -241,13 +279,17 @@ def create_index(path: Path) -> DiskIndex:
     return DiskIndex(path)
 
 
-def _read_ahead(path: Path) -> None:
-    """Have the device read the file in order: most of it is about to be read page by page."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(descriptor)
+def _read_through(path: Path) -> None:
+    """Read the file and its log in order, before SQLite reads them page by page from the page cache.
+
+    Raises:
+        OSError: they cannot be read. SQLite would call some of these errors damage.
+    """
+    buffer = bytearray(_READ_BYTES)
+    for each in (path, path.with_name(f"{path.name}-wal")):
+        with suppress(FileNotFoundError), each.open("rb", buffering=0) as file:
+            while os.readv(file.fileno(), [buffer]):
+                pass
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -287,7 +329,7 @@ class _Damage:
         if isinstance(error, sqlite3.DatabaseError):
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
             if code not in _OF_THE_SYSTEM:
-                raise IndexDamaged(str(error)) from error
+                raise IndexDamaged(str(error), is_certain=code not in _OF_THE_CONTENT) from error
 
 
 _DAMAGE: Final = _Damage()

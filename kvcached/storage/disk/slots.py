@@ -15,13 +15,14 @@ import sqlite3
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcached.storage.disk.directory import DiskSettings
+from kvcached.storage.disk.directory import INDEX_NAME, PROBE_NAME, DiskSettings
 from kvcached.storage.disk.index import INDEX_BYTES, INDEX_BYTES_PER_BLOCK
 
 #: I/O past the page cache needs memory, sizes and offsets that are multiples of this; no device asks for more.
@@ -31,7 +32,9 @@ _MODE: Final = 0o600
 _FLAGS: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _NAME: Final = re.compile(r"\d{8}-[1-9]\d{3,12}")
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
-_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+#: As much as the index writes at once, at least: a quota may have less left than that.
+_PROBE_BYTES: Final = 1 << 16
 #: Size of a file, unless the capacity asks for another: large enough that few descriptors are open, small enough that
 #: deleting one costs little of the cache.
 _FILE_BYTES: Final = 256 << 20
@@ -53,7 +56,7 @@ class SlotFile:
         number: of the file, in its directory.
         slot_bytes: size of a slot, a multiple of 4096.
         slots: how many.
-        free: slots that hold nothing and that nobody is about to write; none until `note_used` says which.
+        free: slots that hold nothing and that nobody is about to write; all until `note_used` says which.
         used_ns: when one of its blocks was last used.
         is_retired: the file was deleted.
     """
@@ -65,7 +68,7 @@ class SlotFile:
         self._buffered = self._open(0)
         self._direct = self._open(os.O_DIRECT) if direct else self._buffered
         self.slots = os.fstat(self._buffered).st_size // self.slot_bytes
-        self.free = array("I")
+        self.note_used(np.zeros(self.slots, np.bool_))
         self.used_ns = 0
         self.is_retired = False
 
@@ -79,6 +82,12 @@ class SlotFile:
     def size_bytes(self) -> int:
         """Size of all slots."""
         return self.slots * self.slot_bytes
+
+    def in_use(self) -> NDArray[np.bool_]:
+        """Of all slots, which are not free."""
+        is_used = np.ones(self.slots, np.bool_)
+        is_used[np.array(self.free, np.uint32)] = False
+        return is_used
 
     def note_used(self, is_used: NDArray[np.bool_]) -> None:
         """Free are the slots that this array, of all slots, says are not in use."""
@@ -119,11 +128,16 @@ class SlotFile:
         return done == size
 
     def retire(self) -> None:
-        """Delete the file. A read under way then ends early; a write under way is lost."""
+        """Delete the file. A read under way then ends early; a write under way is lost.
+
+        Raises:
+            OSError: it is still there, and nobody's any more; call this again.
+        """
         self.is_retired = True
         self.free = array("I")
+        with suppress(OSError):  # first: where the file cannot be deleted, its space may be given back all the same
+            os.ftruncate(self._buffered, 0)
         self._path.unlink(missing_ok=True)
-        os.ftruncate(self._buffered, 0)
 
 
 class DiskSpace:
@@ -131,7 +145,7 @@ class DiskSpace:
 
     Attributes:
         files: by their numbers.
-        refusal: why the last file that was wanted could not be created; empty where it was created.
+        refusal: why the last slot that was wanted could not be had, where a new file was needed for it.
         lacks_room: whether that was for lack of room, which deleting other files makes.
     """
 
@@ -147,6 +161,7 @@ class DiskSpace:
         self.refusal = ""
         self.lacks_room = False
         self.files: dict[int, SlotFile] = {}
+        self._undeleted: list[SlotFile] = []  #: retired files that are still there: they count, and hold nothing
         for path in sorted(settings.directory.glob("*.slots")):
             if _NAME.fullmatch(path.stem):
                 file = SlotFile(path, direct=self._direct)
@@ -165,11 +180,16 @@ class DiskSpace:
 
     @property
     def _taken_bytes(self) -> int:
-        return sum(file.slots * (file.slot_bytes + INDEX_BYTES_PER_BLOCK) for file in self.files.values())
+        taken = [*self.files.values(), *self._undeleted]
+        return sum(file.slots * (file.slot_bytes + INDEX_BYTES_PER_BLOCK) for file in taken)
 
     def could_hold(self, slot_bytes: int) -> bool:
-        """Whether a slot of that size fits the capacity at all."""
-        return slot_bytes + INDEX_BYTES_PER_BLOCK <= self._room_bytes
+        """Whether a slot of that size fits the capacity at all; notes the refusal where it does not."""
+        fits = slot_bytes + INDEX_BYTES_PER_BLOCK <= self._room_bytes
+        if not fits:
+            capacity = f"capacity_bytes is {self._settings.capacity_bytes}, with {INDEX_BYTES} for the index"
+            self.refusal = f"a block takes {slot_bytes} bytes, and {capacity}"
+        return fits
 
     def take(self, slot_bytes: int) -> tuple[SlotFile, int] | None:
         """A free slot of that size, in a new file if need be; None where there is none and no room for a file."""
@@ -213,9 +233,22 @@ class DiskSpace:
         return max(0, lacking, self._taken_bytes - self._room_bytes)
 
     def retire(self, file: SlotFile) -> None:
-        """Delete a file."""
-        del self.files[file.number]
-        file.retire()
+        """Delete a file. One that cannot be deleted counts until `delete_retired` has deleted it."""
+        self._undeleted.append(self.files.pop(file.number))
+        self.delete_retired()
+
+    def delete_retired(self) -> None:
+        """Delete the retired files that could not be deleted before."""
+        left = []
+        for file in self._undeleted:
+            is_told = file.is_retired
+            try:
+                file.retire()
+            except OSError as error:
+                left.append(file)
+                if not is_told:
+                    _log.warning("file %d of %s cannot be deleted: %s", file.number, self._settings.directory, error)
+        self._undeleted = left
 
     def refuse_for_others(self, free_bytes: int | None = None) -> None:
         """Note that the floor is the reason why there is no room."""
@@ -232,20 +265,21 @@ def create_slot_file(directory: Path, number: int, slot_bytes: int, slots: int, 
     """A new file whose space is reserved.
 
     Raises:
-        OSError: there is no room for it; nothing is left of it.
+        OSError: there is no room for it, or it cannot be opened; nothing is left of it.
     """
     path = directory / f"{number:08d}-{slot_bytes}.slots"
     descriptor = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
     try:
-        os.posix_fallocate(descriptor, 0, slots * slot_bytes)
+        try:
+            os.posix_fallocate(descriptor, 0, slots * slot_bytes)
+        finally:
+            os.close(descriptor)
+        return SlotFile(path, direct=direct)
     except OSError:
+        with suppress(OSError):  # where it cannot be deleted, it takes no space at least
+            os.truncate(path, 0)
         path.unlink()
         raise
-    finally:
-        os.close(descriptor)
-    file = SlotFile(path, direct=direct)
-    file.note_used(np.zeros(slots, np.bool_))
-    return file
 
 
 def file_bytes_for(room_bytes: int) -> int:
@@ -259,15 +293,49 @@ def slot_bytes_for(size_bytes: int) -> int:
 
 
 def has_no_room(error: Exception) -> bool:
-    """Whether the reason is a full file system, or a limit of the user's."""
+    """Whether the reason is a full or read-only file system, or a limit of the user's."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
-    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
+    return _code(error) == sqlite3.SQLITE_FULL
+
+
+def lack_of_room(error: Exception, directory: Path) -> str:
+    """Why there is no room, where that is the reason of an error, and else nothing.
+
+    SQLite says ENOSPC, but of a quota or a read-only file system only that writing has failed: so write something here.
+    """
+    if has_no_room(error):
+        return str(error)
+    if _code(error) in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}:
+        try:
+            _write_probe(directory)
+        except OSError as refused:
+            return f"{directory}: {refused.strerror}" if has_no_room(refused) else ""
+    return ""
+
+
+def _code(error: Exception) -> int:
+    return error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.OperationalError) else sqlite3.SQLITE_OK
+
+
+def _write_probe(directory: Path) -> None:
+    """Write behind the end of the index, in another file: a limit of file sizes is met there, too."""
+    path, log = directory / PROBE_NAME, directory / f"{INDEX_NAME}-wal"
+    end = max(each.stat().st_size if each.exists() else 0 for each in (directory / INDEX_NAME, log))
+    try:
+        with path.open("wb", buffering=0) as file:
+            os.pwrite(file.fileno(), bytes(_PROBE_BYTES), end)
+    finally:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _takes_direct_io(directory: Path) -> bool:
-    """Whether the file system reads and writes past the page cache: some refuse to open, some to write."""
-    path = directory / "probe"
+    """Whether the file system reads and writes past the page cache: some refuse to open, some to write.
+
+    A file system without room says nothing about that; it may have room later, when nobody asks again.
+    """
+    path = directory / PROBE_NAME
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
@@ -276,8 +344,8 @@ def _takes_direct_io(directory: Path) -> bool:
     try:
         page = mmap.mmap(-1, ALIGNMENT)
         return os.pwritev(descriptor, [page], 0) == ALIGNMENT and os.preadv(descriptor, [page], 0) == ALIGNMENT
-    except OSError:
-        return False
+    except OSError as error:
+        return has_no_room(error)
     finally:
         os.close(descriptor)
         path.unlink(missing_ok=True)
