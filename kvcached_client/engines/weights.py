@@ -95,9 +95,11 @@ def model_files(
 
 
 def find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
-    """The directory of a model in the Hugging Face cache."""
+    """The directory of a model in the Hugging Face cache; None if it is not there, as a model at a URL is not."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - engines that load models have it
 
+    if "://" in model:
+        return None  # which Hugging Face refuses as a name
     found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
     return str(Path(found).parent) if isinstance(found, str) else None
 

@@ -2,6 +2,7 @@
 
 - Which pages are before those that it asks for. It names the pages of all nodes above the last one of its tree that
   the prompt shares, and leaves out the pages of that node itself.
+- Whether its scheduler asks, and not a thread of its storage, so that nothing else goes on until it has the answer.
 - That weights in memory were replaced, so that the pages of all prompts mean something else from then on.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Final
 
 from kvcached_client.sglang import loaded_weights
@@ -18,6 +20,8 @@ from kvcached_client.sglang.loaded_weights import LoadedWeights
 _REGISTRY: Final = "sglang.srt.plugins.hook_registry.HookRegistry"
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _TREE: Final = f"{_CACHE}.prefetch_from_storage"
+#: The scheduler calls this one with the same gap in the prefix, where it decodes what another SGLang has prefilled.
+_QUERY: Final = f"{_CACHE}.query_storage_hit_length"
 _FLUSH: Final = f"{_CACHE}.reset"
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 #: After each of these, whatever it returns or raises, weights in memory may be others. They are those of a model
@@ -35,10 +39,12 @@ _WEIGHTS: Final = tuple(
         "load_weights_from_distributed",
     )
 )
-#: Arguments of `_TREE` that are used.
+#: Arguments of `_TREE` and `_QUERY` that are used.
 _NODE: Final = "last_host_node_id"
 _PREFIX: Final = "prefix_keys"
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+_is_scheduler_asking: Final = ContextVar("kvcached_is_scheduler_asking", default=False)
 #: Of this process, once the hooks are installed.
 _loaded: list[LoadedWeights] = []
 
@@ -58,16 +64,21 @@ def install(*, is_attached_late: bool) -> LoadedWeights:
     """
     if _loaded:
         return _loaded[0]
-    signature = check_interface()
+    signatures = check_interface()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
 
     loaded = LoadedWeights(loaded_weights.process_began_ns())
 
-    def whole_prefix(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401 - SGLang's
-        bound = signature.bind(*args, **kwargs)
-        tree, node = bound.args[0], bound.arguments[_NODE]
-        bound.arguments[_PREFIX] = prefix_of(tree.tree_core, node, is_root=tree.is_root(node))
-        return bound.args, bound.kwargs
+    def whole_prefix(*args: Any, **kwargs: Any) -> _Arguments:  # noqa: ANN401 - SGLang's
+        return _with_prefix(signatures[_TREE], args, kwargs)
+
+    def query(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - SGLang's
+        args, kwargs = _with_prefix(signatures[_QUERY], args, kwargs)
+        token = _is_scheduler_asking.set(True)
+        try:
+            return ask(*args, **kwargs)
+        finally:
+            _is_scheduler_asking.reset(token)
 
     def new_weights(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - SGLang's
         try:
@@ -78,8 +89,9 @@ def install(*, is_attached_late: bool) -> LoadedWeights:
     def no_pages(*_: object, **__: object) -> None:
         loaded.dropped_pages()
 
-    before = {target: pkgutil.resolve_name(target) for target in (_TREE, _FLUSH, *_WEIGHTS)}
+    before = {target: pkgutil.resolve_name(target) for target in (_TREE, _QUERY, _FLUSH, *_WEIGHTS)}
     HookRegistry.register(_TREE, whole_prefix, HookType.BEFORE)
+    HookRegistry.register(_QUERY, query, HookType.AROUND)
     HookRegistry.register(_FLUSH, no_pages, HookType.AFTER)
     for target in _WEIGHTS:
         HookRegistry.register(target, new_weights, HookType.AROUND)
@@ -92,22 +104,36 @@ def install(*, is_attached_late: bool) -> LoadedWeights:
     return loaded
 
 
-def check_interface() -> inspect.Signature:
-    """The arguments of the function of SGLang's tree that a hook changes.
+def check_interface() -> dict[str, inspect.Signature]:
+    """The arguments of the functions of SGLang's tree that hooks change, by function.
 
     Raises:
         ValueError: this SGLang has not what the hooks need.
     """
     try:
         pkgutil.resolve_name(_REGISTRY)
-        signature = inspect.signature(pkgutil.resolve_name(_TREE))
+        signatures = {target: inspect.signature(pkgutil.resolve_name(target)) for target in (_TREE, _QUERY)}
         for target in (_FLUSH, *_WEIGHTS):
             pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"this version of SGLang is not served: {error}") from error
-    if not {_NODE, _PREFIX} <= set(signature.parameters):
-        raise ValueError(f"this version of SGLang is not served: {_TREE} has other arguments: {signature}")
-    return signature
+    for target, signature in signatures.items():
+        if not {_NODE, _PREFIX} <= set(signature.parameters):
+            raise ValueError(f"this version of SGLang is not served: {target} has other arguments: {signature}")
+    return signatures
+
+
+def is_scheduler_asking() -> bool:
+    """Whether a call of the storage is made by SGLang's scheduler, which should not wait for it."""
+    return _is_scheduler_asking.get()
+
+
+def _with_prefix(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    """The arguments of a call of SGLang's tree, with the whole prefix."""
+    bound = signature.bind(*args, **kwargs)
+    tree, node = bound.args[0], bound.arguments[_NODE]
+    bound.arguments[_PREFIX] = prefix_of(tree.tree_core, node, is_root=tree.is_root(node))
+    return bound.args, bound.kwargs
 
 
 def prefix_of(tree: Any, node: Any, *, is_root: bool) -> list[str]:  # noqa: ANN401 - SGLang's

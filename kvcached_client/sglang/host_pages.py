@@ -39,6 +39,8 @@ _DESCRIBED: Final = (
     "conv_dtype",
     "conv_state_shapes",
 )
+#: Order of a token's heads in SGLang's pool on the device, unless it says otherwise.
+_DEVICE_LAYOUT: Final = "nhd"
 #: The first pages and the last show where all others are.
 _PAGES_MIN: Final = 3
 
@@ -70,8 +72,20 @@ def pages_of(pool: HostPool, served: Collection[str] = SERVED_POOLS) -> EnginePa
         raise ValueError(f"the pages of SGLang's {kind} in layout {pool.layout} are not at equal distances")
     layers = tuple(map(LayerPages, first, sizes, strides))
     described = [kind, *(str(getattr(pool, name, None)) for name in _DESCRIBED), sizes]
+    if device_layouts := _device_layouts(pool):
+        described.append(device_layouts)
     digest = hashlib.blake2b(msgspec.json.encode(described), digest_size=16, person=b"kvcached sglang1")
     return EnginePages(layers, count, digest.digest(), owners=(pool,))
+
+
+def _device_layouts(pool: HostPool) -> list[str]:
+    """How pages are laid out on the device, none if as always: SGLang copies their rows into the host pool as they are.
+
+    So pages of other layouts have the same sizes here, and other numbers in each place.
+    """
+    infos = getattr(pool, "_buffer_infos", ())
+    layouts = {str(info.buffers.layout.value) for info in infos}
+    return sorted(layouts - {_DEVICE_LAYOUT})
 
 
 def _parts(pool: HostPool, page: int) -> tuple[list[int], list[int]]:

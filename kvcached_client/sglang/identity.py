@@ -1,8 +1,9 @@
 """The keyspace, which decides which SGLang processes share pages: a digest of everything that page hashes leave out.
 
 SGLang's page hashes name tokens, the adapter, and the request's salt. They name neither the model nor the part of it
-that a process holds. As in vLLM's connector, everything is included that is not known to leave keys and values
-unchanged.
+that a process holds. As in vLLM's connector, everything that SGLang says of the model, of its experts and of its states
+is included unless it is known to leave keys and values unchanged. What SGLang says of how it computes, and environment
+variables, mostly leave them unchanged: of these, what is known to change them is included.
 """
 
 from __future__ import annotations
@@ -58,7 +59,14 @@ _PREFIXES_IGNORED: Final = (
 #: Settings that name further files, or a directory of them: their content counts.
 _FURTHER_FILES: Final = ("quantization_param_path", "modelopt_checkpoint_restore_path", "kt_weight_path")
 #: With these load formats, what is loaded is not what is in the files of the model's path.
-_FROM_ELSEWHERE: Final = ("remote_instance", "ipc_cache", "expert_pack", "private")
+_FROM_ELSEWHERE: Final = ("remote_instance", "ipc_cache", "expert_pack", "private", "presharded", "npcache")
+#: SGLang's setting of functions that may change what modules of the model put out.
+FORWARD_HOOKS: Final = "forward_hooks"
+#: What brings code that is in no file of the model, by the setting that has it.
+_OTHER_CODE: Final[Mapping[str, str]] = {
+    FORWARD_HOOKS: "--forward-hooks",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "SGLANG_EXTERNAL_MODEL_PACKAGE",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,8 @@ class ModelDescription:
     """What SGLang says of the model that it has loaded.
 
     Attributes:
-        settings: SGLang's settings of the model, of its experts, and of its states, by name.
+        settings: SGLang's settings of the model, of its experts, and of its states, and what else decides on what it
+            computes, by name.
         config: the model's configuration, as a dictionary.
         dtype: of activations.
         device: kind of device.
@@ -97,6 +106,7 @@ class ModelDescription:
         Raises:
             ValueError: the weights cannot be identified, and what to do.
         """
+        self._check_code(weights_version)
         settings = {
             name: value
             for name, value in self.settings.items()
@@ -117,6 +127,18 @@ class ModelDescription:
         }
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=32, person=_PERSON).digest()
+
+    def _check_code(self, weights_version: str) -> None:
+        """Raise ValueError if nobody says which code changes what the model computes."""
+        if weights_version:
+            return
+        for name, option in _OTHER_CODE.items():
+            if self.settings.get(name):
+                raise ValueError(
+                    f"with {option}, code that is in no file of {self.path} changes what it computes, so that pages of "
+                    'other code would be taken for those of this: give a "weights_version", and another one whenever '
+                    "that code changes"
+                )
 
     def _weights(self, content: Content, weights_version: str) -> list[object]:
         """The content of the files; or the name, if a version tells what is loaded instead."""

@@ -20,6 +20,14 @@ from kvcached_client.types import KEY_SIZE_BYTES
 _log: Final = logging.getLogger("sglang.kvcached")
 
 
+#: How many ends of a prompt are looked at. What is behind the last one that is found is computed.
+ENDS_MAX: Final = 1024
+#: Pages that the daemon is asked for before the first answer is awaited.
+PAGES_TOGETHER: Final = 32
+#: How long ends are looked for after storage has taken all the time that there is for it.
+GRACE_S: Final = 1.0
+
+
 class Chain(NamedTuple):
     """Pages of a prompt.
 
@@ -90,32 +98,42 @@ class PageStore:
                 found = session.fetch(chain.keys, tokens, full=True, until_s=patience.ends_at_s)
         return max(found - chain.prefix, 0)
 
+    def found_in_memory(self, chain: Chain) -> int:
+        """As `found`, but brings nothing from storage, and waits for nobody who does."""
+        found = 0
+        with self._copier.guarded() as session:
+            if session is not None:
+                with session.turn:
+                    found = session.client.match(chain.keys, chain.pages * self._page_size, full=True)
+        return max(found - chain.prefix, 0)
+
     def ends(self, keys: bytes, window: int, patience: Patience, *, every: bool) -> list[int]:
         """At which depths a prompt may end so that the last pages before it are stored, each found by itself.
 
         Args:
             keys: 16 bytes for each page of the prompt.
             window: how many pages before an end have to be there.
-            patience: when it ends, pages in the host pool are found, and no others.
+            patience: when it ends, pages in the host pool are found for `GRACE_S`, and no others.
             every: name all of them, not the last only.
 
         Returns:
-            The depths, in order. Only the pages at the end of the prompt are looked for in the daemon's storage.
+            The depths, in order; those that were found if the time is over before all are. Of long prompts the last
+            `ENDS_MAX` depths are looked at, and in the daemon's storage only for the pages at the end of the prompt.
         """
-        pages, ends = len(keys) // KEY_SIZE_BYTES, []
+        pages, ends = len(keys) // KEY_SIZE_BYTES, list[int]()
+        until_s = max(patience.ends_at_s, time.monotonic()) + GRACE_S
         with self._finder.guarded() as session:
             if session is None:
                 return []
+            single = _SinglePages(session, keys, self._page_size)
 
             @cache
             def is_stored(page: int) -> bool:
-                key = keys[page * KEY_SIZE_BYTES : (page + 1) * KEY_SIZE_BYTES]
-                if page >= pages - window:
-                    return session.fetch(key, self._page_size, full=True, until_s=patience.ends_at_s) == 1
-                with session.turn:
-                    return session.client.match(key, self._page_size, full=True) == 1
+                return single.is_in_memory(page) or (page >= pages - window and single.is_fetched(page, patience))
 
-            for end in range(pages, 0, -1):
+            for end in range(pages, max(pages - ENDS_MAX, 0), -1):
+                if time.monotonic() > until_s:
+                    break
                 if all(is_stored(page) for page in reversed(range(max(end - window, 0), end))):
                     ends.append(end)
                     if not every:
@@ -170,6 +188,40 @@ class PageStore:
                     session.client.clear()
                 return True
         return False
+
+
+class _SinglePages:
+    """Pages of a prompt of which each is a chain of its own.
+
+    Args:
+        session: in which they are looked up.
+        keys: 16 bytes for each page.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, session: OneProcessSession, keys: bytes, page_size: int) -> None:
+        self._session, self._keys, self._page_size = session, keys, page_size
+        self._in_memory: dict[int, bool] = {}
+
+    def is_in_memory(self, page: int) -> bool:
+        """Whether the host pool has a page. The daemon is asked for some of those before it, too."""
+        if page not in self._in_memory:
+            together = range(page, max(page - PAGES_TOGETHER, -1), -1)
+            client = self._session.client
+            with self._session.turn:
+                asked = [client.begin_match(self._key(each), self._page_size, full=True) for each in together]
+                counts = [each.result() for each in asked]
+            self._in_memory.update({each: count == 1 for each, count in zip(together, counts, strict=True)})
+        return self._in_memory[page]
+
+    def is_fetched(self, page: int, patience: Patience) -> bool:
+        """Whether a page that was not in the host pool has come from storage."""
+        if time.monotonic() >= patience.ends_at_s:
+            return False
+        return self._session.fetch(self._key(page), self._page_size, full=True, until_s=patience.ends_at_s) == 1
+
+    def _key(self, page: int) -> bytes:
+        return self._keys[page * KEY_SIZE_BYTES : (page + 1) * KEY_SIZE_BYTES]
 
 
 def _copied(session: OneProcessSession, chain: Chain, plan: PreparedStore, places: Sequence[int]) -> bool:

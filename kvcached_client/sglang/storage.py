@@ -21,8 +21,10 @@ from sglang.srt.runtime_context import get_context, process_model_config
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.sglang import hooks
+from kvcached_client.sglang.computation import computed_with
+from kvcached_client.sglang.glance import Glance
 from kvcached_client.sglang.host_pages import SERVED_POOLS, SIDE_POOLS, pages_of
-from kvcached_client.sglang.identity import ModelDescription, pool_keyspace
+from kvcached_client.sglang.identity import FORWARD_HOOKS, ModelDescription, pool_keyspace
 from kvcached_client.sglang.page_store import Chain, PageStore, Patience, chain_of
 from kvcached_client.sglang.settings import OPTION, TESTED_VERSION, read_settings
 from kvcached_client.sglang.side_pools import SidePool, SidePools, places_of
@@ -52,7 +54,8 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self._model = _described()
         self._part = _part_of(storage_config)
-        self._weights = hooks.install(is_attached_late=_is_attached_late())
+        self._is_attached_late = _is_attached_late()
+        self._weights = hooks.install(is_attached_late=self._is_attached_late)
         self._keyspace, self._is_secret = b"", False
         if not self._weights.replacements:
             self._keyspace = self._shared_keyspace()
@@ -65,6 +68,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._calls = 0  # under way
         self._closing: list[PageStore | SidePools] = []  # when no call is under way
         self._knows_prefixes = True
+        self._glance = Glance()
         if self._model.version != TESTED_VERSION:
             _log.warning(
                 "kvcached: this is SGLang %s, and was tested with %s: compare outputs",
@@ -87,20 +91,30 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
     def register_mem_host_pool_v2(self, host_pool: SglangObject, host_pool_name: str) -> None:
         """Use a host pool beside that of keys and values, too.
 
+        SGLang does not close a storage that refuses a pool, and takes it for attached.
+
         Raises:
             ValueError: its pages cannot be served.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) != _POOL:
             with self._turn:
-                self._add_side_pool(str(host_pool_name), host_pool)
+                try:
+                    self._add_side_pool(str(host_pool_name), host_pool)
+                except ValueError as error:
+                    self._leave_pools()
+                    again = "; detach the storage before attaching it again" if self._is_attached_late else ""
+                    raise ValueError(f"{error}{again}") from error
 
     # --- SGLang's calls -----------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: SglangObject = None) -> int:
         """How many of these pages are stored, from the first on."""
+        chain = self._chain(keys, extra_info)
+        if hooks.is_scheduler_asking():
+            return self._glance.found(partial(self._found_in_memory, chain))
         with self._in_use() as (pages, _):
-            return pages.found(self._chain(keys, extra_info), Patience()) if pages else 0
+            return pages.found(chain, Patience()) if pages else 0
 
     def batch_get_v1(self, keys: list[str], host_indices: SglangObject, extra_info: SglangObject = None) -> list[bool]:
         """Copy pages into SGLang's host pool: for each whether it is there."""
@@ -168,6 +182,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the session; what is stored stays."""
+        self._glance.close()
         with self._turn:
             self._leave_pools()
 
@@ -187,6 +202,10 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             with self._turn:
                 self._calls -= 1
                 self._close_left()
+
+    def _found_in_memory(self, chain: Chain) -> int:
+        with self._in_use() as (pages, _):
+            return pages.found_in_memory(chain) if pages else 0
 
     def _forget_weights(self) -> None:
         """Weights in memory may be others: find nothing of before, and share nothing with anybody from now on.
@@ -312,13 +331,15 @@ def _described() -> ModelDescription:
     context, model = get_context(), process_model_config()
     execution, device = context.config_bag("exec"), context.config_bag("device")
     bags = (context.config_bag("model"), getattr(execution, "moe", None), getattr(execution, "mamba", None))
+    settings = {
+        name: value for bag in bags if bag is not None for name, value in vars(bag).items() if not name.startswith("_")
+    }
+    hooked = getattr(context.config_bag("observability"), FORWARD_HOOKS, None)
     return ModelDescription(
         settings={
-            name: value
-            for bag in bags
-            if bag is not None
-            for name, value in vars(bag).items()
-            if not name.startswith("_")
+            **settings,
+            **computed_with(execution, os.environ),
+            **({FORWARD_HOOKS: hooked} if hooked else {}),
         },
         config=model.hf_config.to_dict(),
         dtype=str(model.dtype).removeprefix("torch."),

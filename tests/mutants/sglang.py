@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcached_client.engines.one_process import OneProcessEngine, OneProcessSession
-from kvcached_client.sglang import hooks, host_pages, identity
+from kvcached_client.sglang import computation, hooks, host_pages, identity
 from kvcached_client.sglang.identity import ModelDescription
 from kvcached_client.sglang.loaded_weights import LoadedWeights
-from kvcached_client.sglang.page_store import PageStore
+from kvcached_client.sglang.page_store import PageStore, Patience
 from tests.mutants.mutant import caught_by, rewrite
 
 _TESTS = "tests/sglang/test_storage.py"
@@ -122,6 +122,36 @@ def sglang_trusts_names_of_further_files(patch: pytest.MonkeyPatch) -> None:
 def sglang_trusts_files_that_are_not_loaded(patch: pytest.MonkeyPatch) -> None:
     """Weights of another process count as those of the files of the model's path."""
     rewrite(patch, ModelDescription._elsewhere, "if load_format in _FROM_ELSEWHERE:", "if False:")
+
+
+@caught_by(f"{_IDENTITY}::test_code_that_is_in_no_file_needs_a_version")
+def sglang_trusts_hooks_of_modules(patch: pytest.MonkeyPatch) -> None:
+    """Pages of modules whose output other code bends are found by engines without it."""
+    rewrite(patch, ModelDescription._check_code, "if self.settings.get(name):", "if False:")
+
+
+@caught_by(f"{_IDENTITY}::test_how_attention_and_sums_are_computed_makes_another_model")
+def sglang_mistakes_attention(patch: pytest.MonkeyPatch) -> None:
+    """Pages of an attention backend that leaves out the model's cap are found by engines that apply it."""
+    patch.setattr(computation, "_BACKENDS", ())
+
+
+@caught_by(f"{_TESTS}::test_layouts_on_the_device_share_nothing")
+def sglang_mistakes_layouts_on_the_device(patch: pytest.MonkeyPatch) -> None:
+    """Heads and tokens of a page change places between engines whose pools on the device differ in layout."""
+    rewrite(patch, host_pages._device_layouts, "return sorted(layouts - {_DEVICE_LAYOUT})", "return []")
+
+
+@caught_by(f"{_PAGES}::test_scan_for_ends_ends_in_time")
+def sglang_looks_for_every_end(patch: pytest.MonkeyPatch) -> None:
+    """One look-up keeps a thread of SGLang busy beyond the ten seconds after which SGLang ends itself."""
+    rewrite(patch, PageStore.ends, "if time.monotonic() > until_s:", "if False:")
+
+
+@caught_by(f"{_TESTS}::test_scheduler_waits_for_no_storage")
+def sglang_scheduler_waits_for_storage(patch: pytest.MonkeyPatch) -> None:
+    """The scheduler stands still while the daemon's storage brings pages."""
+    patch.setattr(PageStore, "found_in_memory", lambda store, chain: store.found(chain, Patience()))
 
 
 @caught_by(f"{_PAGES}::test_one_call_waits_for_storage_once")

@@ -70,9 +70,13 @@ class PoolTransferResult:
 
 
 class MHATokenToKVPoolHost:
-    """A host pool: keys, then values, of all tokens of all layers."""
+    """A host pool: keys, then values, of all tokens of all layers; and of which layout they are on the device."""
 
-    def __init__(self, seed: int = 0, *, layout: str = "page_first", pages: int = PAGES) -> None:
+    def __init__(
+        self, seed: int = 0, *, layout: str = "page_first", pages: int = PAGES, device_layout: str = "nhd"
+    ) -> None:
+        buffers = SimpleNamespace(layout=SimpleNamespace(value=device_layout))
+        self._buffer_infos = (SimpleNamespace(buffers=buffers),)
         self.layout, self.page_size, self.size, self.layer_num = layout, PAGE_SIZE, pages * PAGE_SIZE, LAYERS
         self.dtype, self.start_layer, self.end_layer, self.storage_format_tag = "torch.float32", 0, LAYERS, None
         shape = (LAYERS, self.size) if layout == "layer_first" else (self.size, LAYERS)
@@ -124,6 +128,7 @@ class UnifiedRadixCache:
         self.nodes = ([], *nodes)
         self.tree_core = self
         self.told: list[str] | None = None
+        self.storage: Any = None
 
     def is_root(self, node: int) -> bool:
         return node == 0
@@ -146,6 +151,19 @@ class UnifiedRadixCache:
         prefix_keys: Any = None,
     ) -> None:
         self.told = prefix_keys
+
+    def query_storage_hit_length(
+        self,
+        last_host_node_id: int,
+        new_input_tokens: Any,
+        last_hash: Any = None,
+        prefix_keys: Any = None,
+        extra_key: Any = None,
+        cache_salt: Any = None,
+    ) -> int:
+        """How many of some pages are stored, asked by the scheduler. The real one gets tokens, and hashes them."""
+        self.told = prefix_keys
+        return int(self.storage.batch_exists(new_input_tokens, behind(*(prefix_keys or ()))))
 
 
 class WeightUpdater:
@@ -250,7 +268,17 @@ class FakeSglang:
             "exec": SimpleNamespace(
                 moe=SimpleNamespace(kt_weight_path=None, kt_num_gpu_experts=None, kt_cpuinfer=None),
                 mamba=SimpleNamespace(mamba_ssm_dtype=None),
+                kernel=SimpleNamespace(
+                    attention_backend="triton",
+                    prefill_attention_backend=None,
+                    decode_attention_backend=None,
+                    enable_precise_embedding_interpolation=False,
+                    sampling_backend=None,
+                ),
+                comm=SimpleNamespace(enable_quant_communications=False),
+                deterministic=SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None),
             ),
+            "observability": SimpleNamespace(forward_hooks=None),
         }
 
     def config_bag(self, name: str) -> SimpleNamespace:
@@ -262,6 +290,7 @@ class FakeSglang:
         HookRegistry.hooks = []
         for fake, method in (
             (UnifiedRadixCache, "prefetch_from_storage"),
+            (UnifiedRadixCache, "query_storage_hit_length"),
             (UnifiedRadixCache, "reset"),
             *((WeightUpdater, name) for name in vars(WeightUpdater) if not name.startswith("_")),
         ):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvcached_client.sglang.computation import computed_with
 from tests.sglang.conftest import Make
 from tests.sglang.fake_sglang import FakeSglang, MHATokenToKVPoolHost, behind, hashes, places
 
@@ -45,6 +46,94 @@ def test_how_experts_and_states_are_computed_makes_another_model(
     vars(getattr(fake.bags["exec"], bag)).update(changes)
     assert found(make) == 0
     assert found(make) == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("kernel", "attention_backend", "torch_native"),
+        ("kernel", "prefill_attention_backend", "torch_flex"),
+        ("kernel", "decode_attention_backend", "torch_flex"),
+        ("kernel", "enable_precise_embedding_interpolation", True),
+        ("deterministic", "enable_deterministic_inference", True),
+        ("deterministic", "rl_on_policy_target", "fsdp"),
+        ("comm", "enable_quant_communications", True),
+    ],
+)
+def test_how_attention_and_sums_are_computed_makes_another_model(
+    make: Make, fake: FakeSglang, group: str, name: str, value: object
+) -> None:
+    """Another attention backend may leave out a cap or sinks of the model, and sums may be rounded to eight bits."""
+    assert found(make) == 0
+    setattr(getattr(fake.bags["exec"], group), name, value)
+    assert found(make) == 0
+    assert found(make) == 2
+
+
+def test_only_backends_that_attend_count(make: Make, fake: FakeSglang) -> None:
+    """A backend named for prefill and for decode is the same as one named for both, and sampling changes no page."""
+    kernel = fake.bags["exec"].kernel
+    assert found(make) == 0
+    kernel.prefill_attention_backend = kernel.decode_attention_backend = kernel.attention_backend
+    kernel.attention_backend, kernel.sampling_backend = None, "pytorch"
+    assert found(make) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0"),
+        ("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "1000"),
+    ],
+)
+def test_variables_that_decide_on_pages_make_another_model(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """SGLang reads from its environment which layers it quantizes and what attention leaves out; others are ignored."""
+    assert found(make) == 0
+    monkeypatch.setenv(name, "")
+    monkeypatch.setenv("SGLANG_LOG_MS", "1")
+    assert found(make) == 2
+    monkeypatch.setenv(name, value)
+    assert found(make) == 0
+
+
+def test_settings_that_are_not_set_keep_the_keyspace() -> None:
+    """What says nothing is not in the description, so that versions of SGLang with more settings find their pages."""
+    kernel = SimpleNamespace(attention_backend=None, prefill_kv_cache_dequant_dtype="auto", dsa_prefill_backend=None)
+    assert computed_with(SimpleNamespace(kernel=kernel), {"SGLANG_FP8_IGNORED_LAYERS": "", "PATH": "/bin"}) == {}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/models/llama", "redis://127.0.0.1:6379/llama"])
+def test_models_at_urls_need_a_version(make: Make, fake: FakeSglang, run_dir: Path, url: str) -> None:
+    """Hugging Face refuses a URL as the name of a model; there are no files of it here, so that a version tells."""
+    fake.bags["model"].model_path = url
+    with pytest.raises(ValueError, match=r"no weight files of .* give a \"weights_version\""):
+        found(make)
+    assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("option", ["--forward-hooks", "SGLANG_EXTERNAL_MODEL_PACKAGE"])
+def test_code_that_is_in_no_file_needs_a_version(
+    make: Make, fake: FakeSglang, run_dir: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Hooks that bend what modules put out, and models of other packages, are told apart from none, and by version."""
+    assert of_version(make, run_dir, "1") == 0
+    if option == "--forward-hooks":
+        fake.bags["observability"].forward_hooks = [{"target_modules": ["model.layers.0.mlp"], "hook_factory": "a:b"}]
+    else:
+        monkeypatch.setenv(option, "models_of_mine")
+    with pytest.raises(ValueError, match=rf"with {option}, code .* give a \"weights_version\""):
+        found(make)
+    assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
+
+
+def test_weights_count_beside_forward_hooks(make: Make, fake: FakeSglang, run_dir: Path) -> None:
+    """A version of the hooks' code does not stand for the weight files."""
+    fake.bags["observability"].forward_hooks = [{"hook_factory": "a:b"}]
+    assert of_version(make, run_dir, "1") == 0
+    (Path(fake.bags["model"].model_path) / "model.safetensors").write_bytes(b"others")
+    assert of_version(make, run_dir, "1") == 0
 
 
 def test_threads_of_experts_are_not_in_the_keyspace(make: Make, fake: FakeSglang) -> None:
@@ -96,12 +185,18 @@ def test_further_files_that_are_not_here_need_a_version(make: Make, fake: FakeSg
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("load_format", "remote_instance"), ("load_format", "expert_pack"), ("weight_cache_mode", "client")],
+    [
+        ("load_format", "remote_instance"),
+        ("load_format", "expert_pack"),
+        ("load_format", "presharded"),
+        ("load_format", "npcache"),
+        ("weight_cache_mode", "client"),
+    ],
 )
 def test_weights_from_elsewhere_need_a_version(
     make: Make, fake: FakeSglang, run_dir: Path, name: str, value: str
 ) -> None:
-    """Weights of another process are not those of the files of the model's path, though there are some."""
+    """Weights of another process, or of an earlier copy, are not those of the model's files, though there are some."""
     setattr(fake.bags["model"], name, value)
     with pytest.raises(ValueError, match=r"the weights of .* are .* give a \"weights_version\""):
         found(make)

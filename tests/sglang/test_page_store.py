@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from kvcached_client.engines import one_process
 from kvcached_client.engines.one_process import FETCH_MS, OneProcessSession
 from kvcached_client.offload import OffloadClient
 from kvcached_client.sglang import page_store
-from kvcached_client.sglang.page_store import PageStore, Patience, chain_of
+from kvcached_client.sglang.page_store import ENDS_MAX, GRACE_S, PAGES_TOGETHER, PageStore, Patience, chain_of
 from tests.sglang.conftest import Make
 from tests.sglang.fake_sglang import MHATokenToKVPoolHost, behind, hashes, places
 
@@ -38,6 +39,10 @@ class SlowStorage:
         self.matches += 1
         return 0
 
+    def begin_match(self, keys: bytes, tokens: int, *, full: bool) -> SimpleNamespace:
+        found = self.match(keys, tokens, full=full)
+        return SimpleNamespace(result=lambda: found)
+
     def prefetch(self, keys: bytes, _: int, *, full: bool, deadline_ms: int) -> SimpleNamespace:
         assert full
         self.now_s += min(deadline_ms / 1000, 2.0)
@@ -54,6 +59,62 @@ def test_one_call_waits_for_storage_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pages.ends(keys.keys, 12, patience, every=True) == []
     assert daemon.now_s <= FETCH_MS / 1000
     assert daemon.matches >= 16  # what is in the host pool is found
+
+
+class BusyDaemon:
+    """A daemon without storage that has some pages, and answers all that was asked together after some time."""
+
+    def __init__(self, has: set[bytes], answers_after_s: float) -> None:
+        self.now_s, self.has, self.answers_after_s = 0.0, has, answers_after_s
+        self.unanswered, self.together = 0, list[int]()
+        client: Any = self
+        self.session = OneProcessSession(client, client, storage_at_s=math.inf)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[OneProcessSession]:
+        yield self.session
+
+    def match(self, keys: bytes, tokens: int, *, full: bool) -> int:
+        return int(self.begin_match(keys, tokens, full=full).result())
+
+    def begin_match(self, keys: bytes, _: int, *, full: bool) -> SimpleNamespace:
+        assert full
+        self.unanswered += 1
+        return SimpleNamespace(result=lambda: self._answer(keys))
+
+    def _answer(self, keys: bytes) -> int:
+        if self.unanswered:
+            self.together.append(self.unanswered)
+            self.unanswered = 0
+            self.now_s += self.answers_after_s
+        return int(keys in self.has)
+
+
+def ends_of(patch: pytest.MonkeyPatch, stored: list[int], window: int, answers_after_s: float) -> tuple[Any, list[int]]:
+    """Ends of a prompt of 32000 pages of which these are stored, and the daemon that was asked."""
+    chain = chain_of((), hashes(32000))
+    daemon: Any = BusyDaemon({chain.part(page, page + 1) for page in stored}, answers_after_s)
+    for module in (page_store, one_process):
+        patch.setattr(module, "time", daemon)
+    return daemon, PageStore(daemon, daemon, 1).ends(chain.keys, window, Patience(), every=True)
+
+
+def test_scan_for_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt the last ends are looked at, with many questions under way, and no page is asked for twice."""
+    daemon, ends = ends_of(monkeypatch, [0, 1, 31000, 31001, 31998, 31999], 2, 0.001)
+    assert ends == [31002, 32000]
+    assert sum(daemon.together) <= ENDS_MAX + 2 * PAGES_TOGETHER
+    assert len(daemon.together) <= ENDS_MAX // PAGES_TOGETHER + 3
+
+
+def test_scan_for_ends_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a daemon that is slow, the ends that were found in time are used: SGLang waits for its threads 10 s."""
+    daemon, ends = ends_of(monkeypatch, [31100, 31999], 1, 0.9)
+    assert ends == [32000]
+    assert FETCH_MS / 1000 <= daemon.now_s <= FETCH_MS / 1000 + GRACE_S + 0.9
 
 
 def test_copies_with_too_few_places_are_called_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

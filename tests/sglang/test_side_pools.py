@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcached_client import Admin
 from tests.sglang.conftest import Make, Storage
 from tests.sglang.fake_sglang import (
     PAGE_SIZE,
+    FakeSglang,
     MambaPoolHost,
     MHATokenToKVPoolHost,
     PoolTransfer,
@@ -123,6 +126,25 @@ def test_model_with_another_pool_is_refused_unless_it_is_asked_for(make: Make) -
     storage = make(MHATokenToKVPoolHost())
     with pytest.raises(ValueError, match=r"host pool 'swa' beside .* \"kvcached\": {\"side_pools\": true}"):
         storage.register_mem_host_pool_v2(MHATokenToKVPoolHost(1), "swa")
+
+
+def test_refused_pool_leaves_no_session(make: Make, run_dir: Path) -> None:
+    """SGLang closes no storage that refuses a pool, so that each attempt to attach it would leave sessions behind."""
+    storage = make(MHATokenToKVPoolHost())
+    with Admin.connect(run_dir) as admin:
+        before = admin.stats().hosts
+        with pytest.raises(ValueError, match=r"use no kvcached$"):
+            storage.register_mem_host_pool_v2(MambaPoolHost(), "mamba")
+        assert sum(host.sessions for host in admin.stats().hosts) == sum(host.sessions for host in before) - 2
+    assert storage.batch_exists(hashes(1)) == 0
+
+
+def test_refused_pool_of_a_running_sglang_says_what_to_do(make: Make, fake: FakeSglang) -> None:
+    """SGLang takes the storage for attached, and refuses to attach another before it is detached."""
+    fake.bags["memory"].hicache_storage_backend = None
+    storage = make(MHATokenToKVPoolHost())
+    with pytest.raises(ValueError, match="detach the storage before attaching it again"):
+        storage.register_mem_host_pool_v2(MambaPoolHost(), "mamba")
 
 
 def test_every_pool_has_to_agree(make: Make) -> None:

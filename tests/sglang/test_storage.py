@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 
 from kvcached_client.engines import one_process
+from kvcached_client.engines.one_process import OneProcessSession
+from kvcached_client.offload import OffloadClient
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX
+from kvcached_client.sglang import glance
+from kvcached_client.sglang.host_pages import pages_of
 from tests.project.daemon_process import running_daemon
 from tests.sglang.conftest import CONFIG, Make
 from tests.sglang.fake_sglang import (
@@ -45,6 +50,25 @@ def test_layouts_share_nothing(make: Make) -> None:
     make(MHATokenToKVPoolHost()).batch_set_v1(keys, places(0, 1), behind())
     assert make(MHATokenToKVPoolHost(layout="layer_first")).batch_exists(keys) == 0
     assert make(MHATokenToKVPoolHost()).batch_exists(keys) == 2
+
+
+@pytest.mark.parametrize("device_layout", ["hnd", "vectorized_5d"])
+def test_layouts_on_the_device_share_nothing(make: Make, device_layout: str) -> None:
+    """SGLang copies rows of its device pool as they are, so that heads and tokens change places in other layouts."""
+    keys = hashes(2)
+    make(MHATokenToKVPoolHost()).batch_set_v1(keys, places(0, 1), behind())
+    other = make(MHATokenToKVPoolHost(device_layout=device_layout))
+    assert other.batch_exists(keys) == 0
+    assert other.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
+    assert make(MHATokenToKVPoolHost(device_layout=device_layout)).batch_exists(keys) == 2
+    assert make(MHATokenToKVPoolHost()).batch_exists(keys) == 2
+
+
+def test_usual_layout_on_the_device_is_not_described() -> None:
+    """Pages of pools that say nothing of the device are those of pools in SGLang's usual layout."""
+    said, unsaid = MHATokenToKVPoolHost(), MHATokenToKVPoolHost()
+    del unsaid._buffer_infos
+    assert pages_of(said).fingerprint == pages_of(unsaid).fingerprint
 
 
 def test_ranks_share_nothing_unless_they_hold_the_same(make: Make) -> None:
@@ -114,6 +138,61 @@ def test_sglang_asks_with_whole_prefixes(make: Make) -> None:
     assert tree.told == []
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that waits for the answer, on a machine that may be busy."""
+    monkeypatch.setattr(glance, "GLANCE_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_decoding_sglang_asks_with_whole_prefixes(make: Make) -> None:
+    """The scheduler of an SGLang that decodes finds pages behind those that it has itself."""
+    keys, storage = hashes(6), make(MHATokenToKVPoolHost())
+    storage.batch_set_v1(keys, places(*range(6)), behind())
+    tree = UnifiedRadixCache(keys[:1], keys[1:2])
+    tree.storage = storage
+    assert tree.query_storage_hit_length(2, keys[2:], keys[1], keys[:1]) == 4
+    assert tree.told == keys[:2]
+    assert tree.query_storage_hit_length(0, keys, cache_salt="salt") == 6
+    storage.close()
+    assert tree.query_storage_hit_length(0, keys) == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_scheduler_waits_for_no_storage(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the scheduler itself asks is answered from memory, and beside a look-up that waits for storage."""
+    keys, storage = hashes(2), make(MHATokenToKVPoolHost())
+    storage.batch_set_v1(keys, places(0, 1), behind())
+    tree = UnifiedRadixCache()
+    tree.storage = storage
+    monkeypatch.setattr(OneProcessSession, "fetch", None)
+    with storage._pages._finder.guarded() as session, session.turn:
+        assert tree.query_storage_hit_length(0, [*keys, *hashes(1, "other")]) == 2
+
+
+def test_scheduler_leaves_a_daemon_that_hangs_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler goes on without an answer, asks nothing as long as there is none, and then finds pages again."""
+    keys, storage = hashes(2), make(MHATokenToKVPoolHost())
+    storage.batch_set_v1(keys, places(0, 1), behind())
+    tree, asked, answers = UnifiedRadixCache(), [], threading.Event()
+    tree.storage = storage
+    match = OffloadClient.match
+
+    def hanging(*args: Any, **kwargs: Any) -> int:
+        asked.append(threading.current_thread())
+        assert answers.wait(60)
+        return match(*args, **kwargs)
+
+    monkeypatch.setattr(OffloadClient, "match", hanging)
+    assert [tree.query_storage_hit_length(0, keys) for _ in range(3)] == [0, 0, 0]
+    (thread,) = asked
+    assert thread is not threading.current_thread()
+    answers.set()
+    assert storage._glance._asked.result(60) == 2
+    monkeypatch.setattr(glance, "GLANCE_S", 60.0)
+    assert tree.query_storage_hit_length(0, keys) == 2
+
+
 @pytest.mark.parametrize(("version", "warnings"), [("0.5.23", 0), ("0.5.24", 1)])
 def test_versions_that_were_not_tested_are_told(
     make: Make, fake: FakeSglang, caplog: pytest.LogCaptureFixture, version: str, warnings: int
@@ -126,6 +205,10 @@ def test_versions_that_were_not_tested_are_told(
 
 def test_sglang_without_what_is_needed_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version whose functions have other names or arguments is not served."""
+    with monkeypatch.context() as patch:
+        patch.setattr(UnifiedRadixCache, "query_storage_hit_length", lambda self, node: None)
+        with pytest.raises(ValueError, match="query_storage_hit_length has other arguments"):
+            make(MHATokenToKVPoolHost())
     with monkeypatch.context() as patch:
         patch.setattr(UnifiedRadixCache, "prefetch_from_storage", lambda self, node: None)
         with pytest.raises(ValueError, match="has other arguments"):

@@ -81,7 +81,7 @@ for told in (longer, {(0, 0): SimpleNamespace(agent="of another connector")}):
 
 
 def test_workers_blocks_are_what_their_ranks_have() -> None:
-    """Ranks with states, and stages, have no blocks in common; other layers of a stage, and other words, are refused."""
+    """Ranks with states and stages share no blocks; stages with unlike layers, and other words, are refused."""
     done = subprocess.run(
         [interpreter(), "-P", "-c", CHECKS], env=environment(None), capture_output=True, text=True, check=True
     )

@@ -39,4 +39,4 @@ def _follow(role: str, folder: Path) -> None:
 
 
 if "MATRIX_FOLDER" in os.environ:
-    _prepare(Path(os.environ["MATRIX_FOLDER"]), sys.orig_argv[1:])
+    _prepare(Path(os.environ["MATRIX_FOLDER"]), [each for each in sys.orig_argv[1:] if each != "-P"])
