@@ -126,7 +126,7 @@ class Cache:
         self.pools = self.managed.pools
         self.generations.spare(lambda: namespaces.in_use() | {tree.namespace for tree in pool_trees})
         generation_of = namespaces.generation_of
-        self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks)
+        self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks, lambda: self.trees)
         self.sleeps = Sleeps(sessions, self.worker_copies, self.managed.pools, self.managed.trees)
         self.clearings = Clearings(sessions, self.worker_copies, self.storage, self.managed.expire, locks)
 
@@ -228,7 +228,7 @@ class Cache:
         if self.sleeps.is_any_falling():
             self.sleeps.advance()
         if self.storage.is_active:
-            self.storage.settle(lambda: self.trees)
+            self.storage.settle()
         if self._reuse is not None and self._reuse.pending_blocks >= PENDING_BLOCKS:
             self._reuse.look()
 

@@ -314,6 +314,11 @@ class StorageReady:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageEmptied:
+    """Storage has no block any more, or another device is where it was: what was written is written again."""
+
+
+@dataclass(frozen=True, slots=True)
 class StorageSuspended:
     """Storage fails too often to be asked. What is under way ends by itself."""
 
@@ -349,7 +354,9 @@ class BackupSettled:
     written: int
 
 
-StorageEvent = StorageReady | StorageSuspended | StorageLost | StorageAnswered | FetchSettled | BackupSettled
+StorageEvent = (
+    StorageReady | StorageEmptied | StorageSuspended | StorageLost | StorageAnswered | FetchSettled | BackupSettled
+)
 Event = Ticked | MemberLost | MembersDied | WorkerDied | PoolRestored | StorageEvent
 
 

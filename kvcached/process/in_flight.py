@@ -23,9 +23,9 @@ class OpenRequest(Generic[Q, D]):
 
     Attributes:
         tell: takes the report.
-        deadline_s: how long it may take from when it was begun.
+        deadline_s: how long it may take from when it was begun, or last progressed.
         is_aside: it is carried out when it is read, not in its turn: its report does not show that others get on.
-        began_s: when the process began it; None while it waits for its turn.
+        began_s: when the process began it, or last reported progress; None while it waits for its turn.
     """
 
     request: Q
@@ -91,6 +91,12 @@ class InFlight(Generic[Q, D]):
             self._reported_s = self._loop.time()
         self._begin()
         return found
+
+    def progressed(self, number: int) -> None:
+        """The process reports that a request gets on: it is late so long after this report, not after its begin."""
+        found = self._open.get(number)
+        if found is not None and found.began_s is not None:
+            found.began_s = self._loop.time()
 
     def clear(self) -> list[OpenRequest[Q, D]]:
         """The process is dead: what was open, and is not any more."""

@@ -23,7 +23,7 @@ from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import WAITING_MAX, Answer, LateVerb, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EngineGroups
-from kvcached.storage.client import LinkState
+from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import BlockFormat, Done
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.errors import ErrorCode, request_error

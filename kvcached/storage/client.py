@@ -1,12 +1,4 @@
-"""The daemon's side of the storage process: sends the core's effects as requests, and reports replies as events.
-
-::
-
-    detached ─▶ starting ─▶ ready ⇄ suspended        failing, or slow: nothing is begun until it answers again
-        ▲          ▲          │
-        │          │          ▼
-        └───────── waiting ◀──┘                      dead: started again, after longer and longer pauses
-"""
+"""The daemon's side of the storage process: sends the core's effects as requests, and reports replies as events."""
 
 from __future__ import annotations
 
@@ -15,7 +7,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -27,15 +18,19 @@ from kvcached.core.messages import (
     StartBackup,
     StartFetch,
     StorageAnswered,
+    StorageEmptied,
     StorageEvent,
     StorageLost,
     StorageReady,
     StorageSuspended,
 )
+from kvcached.core.slots.states import follow
 from kvcached.process.backoff import BackOff
 from kvcached.process.in_flight import InFlight
 from kvcached.storage.forgets import Forgets
+from kvcached.storage.link_state import LINK_TRANSITIONS, LinkState
 from kvcached.storage.messages import (
+    PROGRESS_PER_TIMEOUT,
     Backup,
     BlockFormat,
     Done,
@@ -44,6 +39,7 @@ from kvcached.storage.messages import (
     NotOpened,
     Opened,
     Ping,
+    Progress,
     Query,
     Report,
     Request,
@@ -57,31 +53,14 @@ FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 30.0
 #: A storage process that has worked on one request for this many timeouts is hung, and is killed.
 HUNG_TIMEOUTS: Final = 6
+#: When a request is late: its progress may be reported by so much later than a call of the backend ends.
+LATE_TIMEOUTS: Final = 1 + 1 / PROGRESS_PER_TIMEOUT
 #: The shortest interval between two log lines that storage accepts no blocks.
 REFUSAL_LOG_S: Final = 60.0
 #: How long a `Forget` may take. It may be of millions of blocks, and no request waits for it.
 FORGET_S_MAX: Final = 600.0
 
 _log: Final = logging.getLogger(__name__)
-
-
-class LinkState(StrEnum):
-    """The state of the storage process."""
-
-    DETACHED = "detached"  #: it was not started, or an administrator has detached it
-    STARTING = "starting"
-    READY = "ready"
-    SUSPENDED = "suspended"
-    WAITING = "waiting"
-
-
-_NEXT: Final[dict[LinkState, frozenset[LinkState]]] = {
-    LinkState.DETACHED: frozenset({LinkState.STARTING}),
-    LinkState.STARTING: frozenset({LinkState.READY, LinkState.WAITING, LinkState.DETACHED}),
-    LinkState.READY: frozenset({LinkState.SUSPENDED, LinkState.WAITING, LinkState.DETACHED}),
-    LinkState.SUSPENDED: frozenset({LinkState.READY, LinkState.WAITING, LinkState.DETACHED}),
-    LinkState.WAITING: frozenset({LinkState.STARTING, LinkState.DETACHED}),
-}
 
 
 class StorageLink:
@@ -132,7 +111,8 @@ class StorageLink:
         self._process: StorageProcess | None = None
         self._is_wanted = False  #: `attach` was called while the process before was ending
         self._in_flight: InFlight[Request, Done] = InFlight(self._on_late, turns=1)
-        self._in_flight.watch(config.timeout_s)
+        self._late_s = config.timeout_s * LATE_TIMEOUTS
+        self._in_flight.watch(self._late_s)
         self._forgets = Forgets(self._in_flight, self._forget, lambda: self.state is LinkState.READY)
         self._failures = 0
         self._is_on_trial = False  #: it was suspended, and has carried out nothing since
@@ -207,7 +187,7 @@ class StorageLink:
         """Let storage forget all blocks; False if the process is not ready for the request."""
         if self.state not in {LinkState.READY, LinkState.SUSPENDED}:
             return False
-        self._forget(b"", tell)
+        self._forget(b"", partial(self._emptied, tell))
         return True
 
     def forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
@@ -248,6 +228,8 @@ class StorageLink:
         self._in_flight.turns = opened.threads
         self._watch()
         self._forgets.send_due()
+        if not opened.blocks:
+            self._tell(StorageEmptied())
         self._tell(StorageReady())
 
     def _on_exit(self, why: str) -> None:
@@ -284,6 +266,8 @@ class StorageLink:
         self._process.send(request)
 
     def _on_reply(self, reply: Report) -> None:
+        if isinstance(reply, Progress):
+            self._in_flight.progressed(reply.sequence)
         if not isinstance(reply, Done):
             return
         pending = self._in_flight.done(reply.sequence)
@@ -338,12 +322,12 @@ class StorageLink:
     # --- deadlines --------------------------------------------------------------------------------------------------
 
     def _is_late(self) -> bool:
-        return bool(self._in_flight.late(self._config.timeout_s))
+        return bool(self._in_flight.late(self._late_s))
 
     def _watch(self) -> None:
         """Suspend a process that is late, and kill one that is still late after some more timeouts."""
-        timeouts = 1 if self.state is LinkState.READY else HUNG_TIMEOUTS
-        self._in_flight.watch(self._config.timeout_s * timeouts)
+        hung_s = self._config.timeout_s * HUNG_TIMEOUTS
+        self._in_flight.watch(self._late_s if self.state is LinkState.READY else hung_s)
 
     def _on_late(self, _: list[int]) -> None:
         hung_s = self._config.timeout_s * HUNG_TIMEOUTS
@@ -352,7 +336,7 @@ class StorageLink:
             return  # no deadline is watched until it is dead, which may take as long as its device hangs
         if self._is_late():
             self.counters["timeouts"] += 1
-            self._suspend(f"no answer within {self._config.timeout_s:g} s")
+            self._suspend(f"a call of the backend takes longer than {self._config.timeout_s:g} s")
         self._watch()
 
     # --- what the core hears ----------------------------------------------------------------------------------------
@@ -362,6 +346,11 @@ class StorageLink:
 
     def _answered(self, query: int, done: Done) -> None:
         self._tell(StorageAnswered(query, -1 if done.failed else done.count, self._now_us()))
+
+    def _emptied(self, tell: Callable[[Done], None], done: Done) -> None:
+        if not done.failed:
+            self._tell(StorageEmptied())
+        tell(done)
 
     def _fetched(self, effect: StartFetch, done: Done) -> None:
         self.counters["fetched_blocks"] += done.count
@@ -401,7 +390,5 @@ class StorageLink:
 
     def _go(self, state: LinkState) -> None:
         if state is not self.state:
-            if state not in _NEXT[self.state]:
-                raise RuntimeError(f"storage cannot go from {self.state} to {state}")
-            self.state = state
+            self.state = follow(LINK_TRANSITIONS, self.state, state, "storage")
             self._changed.set()

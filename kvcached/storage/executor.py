@@ -11,7 +11,7 @@ taken of bytes that came from bytes whose checksums were compared, in both direc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -70,22 +70,27 @@ class HostCopies:
         self._backend = backend
         self._timeout_s = timeout_s
 
-    def carry_out(self, request: Request) -> Done:
-        """Carry out a request. Never raises: an error of the backend is in the report."""
+    def carry_out(self, request: Request, progress: Callable[[], None] = lambda: None) -> Done:
+        """Carry out a request. Never raises: an error of the backend is in the report.
+
+        Args:
+            request: what to do.
+            progress: called between two calls of the backend.
+        """
         try:
-            done = self._carry_out(request)
+            done = self._carry_out(request, progress)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and the daemon has to hear of it
             done = Done(sequence=request.sequence, failed=True, error=f"{type(error).__name__}: {error}")
         return done
 
-    def _carry_out(self, request: Request) -> Done:
+    def _carry_out(self, request: Request, progress: Callable[[], None]) -> Done:
         match request:
             case Query():
-                return Done(sequence=request.sequence, count=self._find(request.format.stored(), request.keys))
+                return Done(sequence=request.sequence, count=self._find(request, progress))
             case Fetch():
-                return self._fetch(request)
+                return self._fetch(request, progress)
             case Backup():
-                return self._back_up(request)
+                return self._back_up(request, progress)
             case Forget():
                 return Done(
                     sequence=request.sequence, count=self._backend.clear(request.prefix, timeout_s=self._timeout_s)
@@ -94,9 +99,10 @@ class HostCopies:
                 self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
                 return Done(sequence=request.sequence)
 
-    def _find(self, kind: StoredKind, keys: bytes) -> int:
-        prefix, found = kind.prefix(), 0
-        for some in _batches([prefix + key for key in _split(keys)], self._backend.capabilities.batch_blocks):
+    def _find(self, request: Query, progress: Callable[[], None]) -> int:
+        prefix, found = request.format.stored().prefix(), 0
+        keys = [prefix + key for key in _split(request.keys)]
+        for some in _batches(keys, self._backend.capabilities.batch_blocks, progress):
             there = self._backend.exists(some, timeout_s=self._timeout_s)
             if not all(there):
                 return found + there.index(False)
@@ -105,11 +111,11 @@ class HostCopies:
 
     # --- from storage -----------------------------------------------------------------------------------------------
 
-    def _fetch(self, request: Fetch) -> Done:
+    def _fetch(self, request: Fetch, progress: Callable[[], None]) -> Done:
         kind, stored = request.format, request.format.stored()
         headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
         good = wrong = 0
-        for some in _batches(list(self._slots(kind, request.span)), self._at_once(kind)):
+        for some in _batches(list(self._slots(kind, request.span)), self._at_once(kind), progress):
             for slot in some:
                 for header in slot.headers:
                     header[:] = bytes(HEADER_BYTES)  # also over a claim: no other process writes here
@@ -136,13 +142,14 @@ class HostCopies:
 
     # --- to storage -------------------------------------------------------------------------------------------------
 
-    def _back_up(self, request: Backup) -> Done:
+    def _back_up(self, request: Backup, progress: Callable[[], None]) -> Done:
         stored = request.format.stored()
         slots = [slot for span in request.spans for slot in self._slots(request.format, span)]
         done = written = 0
-        for some in _batches(slots, self._at_once(request.format)):
+        for some in _batches(slots, self._at_once(request.format), progress):
             keys = [stored.prefix() + slot.name.key for slot in some]
             there = self._backend.exists(keys, timeout_s=self._timeout_s)
+            progress()
             missing = [slot for slot, is_there in zip(some, there, strict=True) if not is_there]
             put, failure = self._put(request.format, stored, missing)
             written += put
@@ -270,5 +277,9 @@ def _each(slots: Ranges[int]) -> Iterator[int]:
     return (slot for first, count in pairs(slots) for slot in range(first, first + count))
 
 
-def _batches(things: Sequence[T], size: int) -> Iterable[Sequence[T]]:
-    return (things[at : at + size] for at in range(0, len(things), size))
+def _batches(things: Sequence[T], size: int, progress: Callable[[], None]) -> Iterator[Sequence[T]]:
+    """Things in batches; there is progress between two of them."""
+    for at in range(0, len(things), size):
+        if at:
+            progress()
+        yield things[at : at + size]

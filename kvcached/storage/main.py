@@ -27,9 +27,11 @@ from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import (
     ERROR_SIZE_CHARS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
+    PROGRESS_PER_TIMEOUT,
     Done,
     NotOpened,
     Opened,
+    Progress,
     Request,
     StorageConfig,
     decode_config,
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> int:
         _log.error("%s", error)
         _refuse(connection, error)
         return _EXIT_STARTUP
-    return serve(connection, HostCopies(memory, backend, config.timeout_s), backend)
+    return serve(connection, HostCopies(memory, backend, config.timeout_s), backend, config.timeout_s)
 
 
 def _map(descriptor: int) -> memoryview:
@@ -98,16 +100,23 @@ def _clean(error: str) -> str:
     return error.encode(errors="replace").decode()[:ERROR_SIZE_CHARS_MAX]
 
 
-def serve(connection: socket.socket, copies: HostCopies, backend: Storage) -> NoReturn:
+def serve(connection: socket.socket, copies: HostCopies, backend: Storage, timeout_s: float) -> NoReturn:
     """Carry out what comes, as many at a time as the backend bears. Does not return."""
     sending = Lock()
 
     def answer(request: Request) -> None:
-        began_ns = time.monotonic_ns()
-        done = finished(copies.carry_out(request), backend)
+        began_ns = told_ns = time.monotonic_ns()
+
+        def progress() -> None:
+            nonlocal told_ns
+            if (now_ns := time.monotonic_ns()) - told_ns >= timeout_s * 1e9 / PROGRESS_PER_TIMEOUT:
+                told_ns = now_ns
+                say(Progress(sequence=request.sequence))
+
+        done = finished(copies.carry_out(request, progress), backend)
         say(msgspec.structs.replace(done, took_us=(time.monotonic_ns() - began_ns) // 1000))
 
-    def say(message: Opened | Done) -> None:
+    def say(message: Opened | Progress | Done) -> None:
         with sending:
             try:
                 connection.sendmsg([encode(message)])

@@ -4,7 +4,8 @@
 
     daemon → StorageConfig + the host pool's memfd
                                             storage process → Opened, or NotOpened, and it ends
-    daemon → Query, Fetch, Backup, Forget, Ping …    storage process → one Done for each, in any order
+    daemon → Query, Fetch, Backup, Forget, Ping …    storage process → one Done for each, in any order,
+                                                     and Progress before that of a long one
 
 Sequence numbers pair them. The storage process touches the slots of a request until it has sent its `Done`, and no
 longer. When the connection closes it ends at once.
@@ -26,6 +27,9 @@ MESSAGE_SIZE_BYTES_MAX: Final = 64 * 1024
 REPLY_SIZE_BYTES_MAX: Final = 8 * 1024
 #: An error text beyond this is cut.
 ERROR_SIZE_CHARS_MAX: Final = 500
+
+#: How often a long request reports progress at most, in the time that one call of the backend may take.
+PROGRESS_PER_TIMEOUT: Final = 8
 
 _Name = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -139,6 +143,12 @@ class NotOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     is_misconfigured: bool
 
 
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="progress"):
+    """A request of several calls of the backend gets on: a call has ended, and another one follows."""
+
+    sequence: _Count
+
+
 class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="done"):
     """A request has been carried out as far as was possible.
 
@@ -165,7 +175,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 Request = Query | Fetch | Backup | Forget | Ping
-Report = Opened | NotOpened | Done
+Report = Opened | NotOpened | Progress | Done
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=encode_ranges)
 _request_decoder: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request, dec_hook=decode_ranges)

@@ -63,10 +63,14 @@ def followed(kind: type[History]) -> Callable[[Choose], History]:
     [
         pytest.param(MixedDriver, [0], id="MixedDriver"),
         pytest.param(OffloadDriver, [0], id="OffloadDriver"),
-        pytest.param(StorageHistory, [16], id="StorageHistory"),  # in which storage brings blocks; so does 31
+        pytest.param(StorageHistory, [16], id="StorageHistory"),  # in which storage brings blocks, as in those below
         *(
-            pytest.param(kind, range(27, 32), id=f"{kind.__name__}, more", marks=pytest.mark.full)
-            for kind in (MixedDriver, OffloadDriver, StorageHistory)
+            pytest.param(kind, seeds, id=f"{kind.__name__}, more", marks=pytest.mark.full)
+            for kind, seeds in (
+                (MixedDriver, range(27, 32)),
+                (OffloadDriver, range(27, 32)),
+                (StorageHistory, [53, 58, 66, 67]),
+            )
         ),
     ],
 )

@@ -13,6 +13,7 @@ from kvcached.core.messages import (
     StartBackup,
     StartFetch,
     StorageAnswered,
+    StorageEmptied,
     StorageReady,
     StorageSuspended,
     Ticked,
@@ -105,6 +106,46 @@ def test_every_host_copy_is_written_once(new_world: Callable[..., StorageWorld])
     assert len(world.held) == 5
     assert [slot_count(span.host) for span in order.spans] == [1]
     assert world.cache.counters["backed_up_blocks"] == 5
+
+
+@pytest.mark.parametrize("backup", [BackupPolicy.EVERY, BackupPolicy.SECOND_SIGHTING])
+def test_emptied_storage_is_filled_again(new_world: Callable[..., StorageWorld], backup: BackupPolicy) -> None:
+    """When storage has lost its blocks, as after its device was replaced, those that are hit are written again."""
+    world = new_world(backup=backup)
+    engine = OffloadEngine(world.cache)
+    for text in ("abcd", "abcd", "abxy", "abxy"):
+        store(world, engine, text)
+        engine.release(engine.acquire(text))
+        world.answer_all()
+    before = set(world.held)
+    world.lose()
+    world.held.clear()
+    world.cache.handle(StorageEmptied())
+    world.cache.handle(StorageReady())
+    world.answer_all()
+    assert not world.held
+    engine.release(engine.acquire("abcd"))
+    world.answer_all()
+    assert len(world.held) == 4
+    engine.release(engine.acquire("abxy"))
+    world.answer_all()
+
+    assert (len(before), world.held) == (6, before)
+
+
+def test_blocks_that_storage_missed_are_written_when_they_are_hit(new_world: Callable[..., StorageWorld]) -> None:
+    """With `every`, blocks that were stored while there was no storage are written when a request hits them."""
+    world = new_world()
+    world.cache.handle(StorageSuspended())
+    engine = OffloadEngine(world.cache)
+    store(world, engine, "abcd")
+    world.cache.handle(StorageReady())
+    world.answer_all()
+    assert not world.held
+    engine.release(engine.acquire("abcd"))
+    world.answer_all()
+
+    assert len(world.held) == 4
 
 
 def test_second_sighting_is_what_a_later_request_hits(new_world: Callable[..., StorageWorld]) -> None:

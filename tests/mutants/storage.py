@@ -9,6 +9,7 @@ import pytest
 
 from kvcached.core.generations import Generations
 from kvcached.core.namespaces import Namespaces
+from kvcached.core.transfers import storage
 from kvcached.process.in_flight import InFlight, OpenRequest
 from kvcached.recovery import generations
 from kvcached.recovery.recorder import Recorder
@@ -277,3 +278,15 @@ def stored_block_of_another_chain(patch: pytest.MonkeyPatch) -> None:
 def stored_bytes_believed_unread(patch: pytest.MonkeyPatch) -> None:
     """Bytes from storage are used without a look at their checksums."""
     patch.setattr(frame, "is_sound", lambda *_: True)
+
+
+@caught_by("tests/storage/test_link.py::test_order_that_gets_on_is_not_late")
+def storage_progress_not_heard(patch: pytest.MonkeyPatch) -> None:
+    """A healthy but slow backend is suspended because all calls of an order together take long."""
+    patch.setattr(InFlight, "progressed", lambda *_: None)
+
+
+@caught_by("tests/core/test_storage.py::test_emptied_storage_is_filled_again")
+def storage_emptied_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that storage had on the device before are taken for written on the new one."""
+    patch.setattr(storage, "unmark_all", lambda _: None)

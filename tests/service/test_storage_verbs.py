@@ -21,7 +21,7 @@ from kvcached.core.messages import (
 )
 from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached.service.storage_verbs import StorageService
-from kvcached.storage.client import LinkState
+from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import Done
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire

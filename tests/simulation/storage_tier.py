@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 from kvcached.service.storage_verbs import StorageService
 from kvcached.storage import client as link
-from kvcached.storage.client import LinkState, StorageLink
+from kvcached.storage.client import StorageLink
+from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import StorageConfig
 from kvcached.storage_start import keep_record
 from tests.simulation.storage_process import TIMEOUT_S, SimulatedStorage

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import xxhash
 
 from kvcached.core.messages import Span
-from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.messages import Backup, BlockFormat, Fetch, Forget, Ping, Query
+from kvcached.storage.messages import Backup, BlockFormat, Fetch, Forget, Ping, Query, Request
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES, PAGE_BYTES, HostGeometry
@@ -151,6 +152,38 @@ def test_known_blocks_are_not_written_again(rig: Rig) -> None:
 
     assert rig.back_up([4, 0]) == (2, 0)
     assert rig.shelf.puts == before
+
+
+def test_long_requests_report_progress(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is reported between two calls of the backend, so a request may take as long as all its calls may."""
+    told: list[str] = []
+    for call in ("exists", "get", "put"):
+        monkeypatch.setattr(rig.shelf, call, heard(told, call, getattr(rig.shelf, call)))
+    monkeypatch.setattr(rig.shelf, "capabilities", Capabilities(batch_blocks=2))
+    rig.shelf.values.clear()
+    requests: list[Request] = [
+        Backup(sequence=1, format=KIND, spans=(span([4, 0, 1, 3, 2]),)),
+        Fetch(sequence=2, format=KIND, span=span([4, 0, 1, 3, 2]), epoch=9, transfer=8),
+        Query(sequence=3, format=KIND, keys=b"".join(KEYS)),
+    ]
+    seen = []
+    for request in requests:
+        rig.copies.carry_out(request, lambda: told.append("progress"))
+        seen.append(told[::2])
+        assert set(told[1::2]) == {"progress"}
+        told.clear()
+
+    assert seen == [3 * ["exists", "put"], 3 * ["get"], 3 * ["exists"]]
+
+
+def heard(told: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that notes its name."""
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        told.append(name)
+        return call(*args, **kwargs)
+
+    return noting
 
 
 def test_changed_block_is_not_written(rig: Rig) -> None:

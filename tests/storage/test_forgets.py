@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcached.storage.client import LinkState
+from kvcached.storage.link_state import LinkState
 from tests.storage.test_link import PREFIX, Rig, rig  # noqa: F401
 
 

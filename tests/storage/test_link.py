@@ -17,6 +17,7 @@ from kvcached.core.messages import (
     Span,
     StartBackup,
     StorageAnswered,
+    StorageEmptied,
     StorageEvent,
     StorageLost,
     StorageReady,
@@ -28,17 +29,30 @@ from kvcached.storage.client import (
     FIRST_PAUSE_S,
     FORGET_S_MAX,
     HUNG_TIMEOUTS,
+    LATE_TIMEOUTS,
     LONGEST_PAUSE_S,
     REFUSAL_LOG_S,
-    LinkState,
     StorageLink,
 )
-from kvcached.storage.messages import BlockFormat, Done, Forget, NotOpened, Opened, Ping, Query, Request, StorageConfig
+from kvcached.storage.link_state import LinkState
+from kvcached.storage.messages import (
+    BlockFormat,
+    Done,
+    Forget,
+    NotOpened,
+    Opened,
+    Ping,
+    Progress,
+    Query,
+    Request,
+    StorageConfig,
+)
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import TransferId
 from tests.virtual_time import VirtualTimeLoop
 
 TIMEOUT_S = 1.0
+LATE_S = TIMEOUT_S * LATE_TIMEOUTS
 CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=TIMEOUT_S)
 KIND = BlockFormat(
     namespace=bytes(16),
@@ -65,8 +79,8 @@ class FakeProcess:
         self.kills: list[str] = []
         FakeProcess.made.append(self)
 
-    def open(self, threads: int = 1) -> None:
-        self.on_opened(Opened(persistent=True, threads=threads))
+    def open(self, threads: int = 1, blocks: int = -1) -> None:
+        self.on_opened(Opened(persistent=True, threads=threads, blocks=blocks))
 
     def send(self, order: Request) -> None:
         self.orders.append(order)
@@ -258,15 +272,45 @@ def test_storage_that_takes_no_blocks_says_why(rig: Rig, caplog: pytest.LogCaptu
 def test_late_answer_suspends(rig: Rig) -> None:
     """A call that takes longer than it may suspends storage; its answer, when it comes, ends that."""
     order = rig.ask()
-    rig.clock.pass_s(TIMEOUT_S * 0.99)
+    rig.clock.pass_s(LATE_S * 0.99)
     assert rig.state() is LinkState.READY
-    rig.clock.pass_s(TIMEOUT_S * 0.02)
+    rig.clock.pass_s(LATE_S * 0.02)
     assert rig.state() is LinkState.SUSPENDED
     rig.process.answer(order)
 
     assert rig.state() is LinkState.READY
     assert rig.events[:3] == [StorageReady(), StorageSuspended(), StorageReady()]
     assert isinstance(rig.events[3], StorageAnswered)
+
+
+def test_order_that_gets_on_is_not_late(rig: Rig) -> None:
+    """An order of many slow calls suspends nothing while it reports progress, however long all of it takes."""
+    order = rig.ask()
+    for _ in range(3 * HUNG_TIMEOUTS):
+        rig.clock.pass_s(TIMEOUT_S)
+        rig.process.on_reply(Progress(sequence=order.sequence))
+    assert rig.state() is LinkState.READY
+    rig.clock.pass_s(LATE_S)
+    assert rig.state() is LinkState.SUSPENDED
+    for _ in range(3 * HUNG_TIMEOUTS):
+        rig.process.on_reply(Progress(sequence=order.sequence))
+        rig.clock.pass_s(TIMEOUT_S)
+    rig.process.answer(order)
+
+    assert (rig.state(), rig.process.kills) == (LinkState.READY, [])
+
+
+def test_emptied_storage_is_told(rig: Rig) -> None:
+    """The core hears that storage has no blocks: when an empty device was attached, and when all were forgotten."""
+    rig.process.on_exit("was ended")
+    rig.clock.pass_s(LONGEST_PAUSE_S)
+    rig.process.open(blocks=0)
+    assert rig.events[1:] == [StorageLost(), StorageEmptied(), StorageReady()]
+    for error in ("EIO", ""):
+        assert rig.link.forget_all(lambda _: None)
+        rig.process.answer(rig.process.forgets()[0], error)
+
+    assert rig.events[4:] == [StorageEmptied()]
 
 
 def test_failures_in_a_row_suspend(rig: Rig) -> None:
@@ -285,7 +329,7 @@ def test_suspended_storage_is_asked_until_it_answers(rig: Rig, reason: str) -> N
     """However it came to be suspended and however often the question fails, it is asked again, later and later."""
     if reason == "late":
         order = rig.ask()
-        rig.clock.pass_s(TIMEOUT_S)
+        rig.clock.pass_s(LATE_S)
         rig.process.answer(order, "EIO")
     else:
         rig.fail(BREAKER_FAILURES)
@@ -362,11 +406,11 @@ def test_killed_process_is_waited_for(rig: Rig) -> None:
 def test_deadlines_hold_after_a_suspension(rig: Rig) -> None:
     """An order that was sent when storage was ready again is late as any other."""
     first = rig.ask()
-    rig.clock.pass_s(TIMEOUT_S)
+    rig.clock.pass_s(LATE_S)
     second = rig.ask()
     rig.process.answer(first)
     assert rig.state() is LinkState.READY
-    rig.clock.pass_s(TIMEOUT_S)
+    rig.clock.pass_s(LATE_S)
 
     assert rig.state() is LinkState.SUSPENDED
     rig.process.answer(second)

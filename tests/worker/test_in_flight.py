@@ -68,6 +68,28 @@ def test_request_that_gets_its_turn_is_watched() -> None:
     play(main)
 
 
+def test_request_that_gets_on_is_not_late() -> None:
+    """A request is late so long after its last report of progress; one that waits for its turn makes none."""
+
+    async def main() -> None:
+        late: list[int] = []
+        flights = Flights(late.extend, 1)
+        flights.add("long", ignore, 1)
+        flights.add("waits", ignore, 1)
+        for _ in range(5):
+            await asyncio.sleep(0.9)
+            flights.progressed(1)
+            flights.progressed(2)
+            flights.progressed(3)
+        assert late == []
+        await asyncio.sleep(0.95)
+        assert late == []
+        await asyncio.sleep(0.1)
+        assert late == [1]
+
+    play(main)
+
+
 def test_each_report_is_of_one_open_request() -> None:
     """A request is over once; one that was never sent, or is over, is none."""
 

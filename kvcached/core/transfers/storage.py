@@ -13,6 +13,7 @@ from kvcached.core.messages import (
     BackupSettled,
     FetchSettled,
     StorageAnswered,
+    StorageEmptied,
     StorageEvent,
     StorageLost,
     StorageReady,
@@ -21,7 +22,7 @@ from kvcached.core.messages import (
 from kvcached.core.slots.states import STORAGE_TRANSITIONS, StorageState, follow
 from kvcached.core.transfers.prefetch import Prefetches, PrefetchLimits
 from kvcached.core.transfers.prefix_locks import PrefixLocks
-from kvcached.core.transfers.storage_copies import BackupPolicy, Backups, Candidates
+from kvcached.core.transfers.storage_copies import BackupPolicy, Backups, Candidates, unmark_all
 from kvcached.core.transfers.storage_state import Chain, Prefetch, PrefetchEnd
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
@@ -53,6 +54,7 @@ class StorageTier:
         generation: of a tree's namespace; None for a tree that no request reaches any more.
         candidates: paths that wait to be backed up.
         locks: of prefixes that prefetches continue.
+        trees: tells what is in the index, where that is asked.
 
     Attributes:
         state: whether it can be used.
@@ -67,6 +69,7 @@ class StorageTier:
         generation: Callable[[PrefixTree], int | None],
         candidates: Candidates,
         locks: PrefixLocks,
+        trees: Callable[[], Iterable[PrefixTree]],
     ) -> None:
         self.state = StorageState.ABSENT
         self.backups = Backups(table, generation, candidates)
@@ -75,6 +78,7 @@ class StorageTier:
         self.locks = locks
         self._spec = spec
         self._generation = generation
+        self._trees = trees
         self._now_ms = 0
         self._last_prefetch = 0
 
@@ -127,6 +131,9 @@ class StorageTier:
             case StorageReady():
                 self._go(StorageState.READY)
                 self.backups.candidates.admit(self._spec.backup)
+            case StorageEmptied():
+                for tree in self._trees():
+                    unmark_all(tree)
             case StorageSuspended():
                 self._halt(StorageState.SUSPENDED)
             case StorageLost():
@@ -136,12 +143,8 @@ class StorageTier:
                 self.prefetches.lost()
             case StorageAnswered():
                 self.prefetches.answered(event.query, event.found, event.now_us)
-            case FetchSettled():
-                self.prefetches.settled(event.transfer, event.good, event.now_us)
-            case BackupSettled():
-                backup = self._table.backups.get(event.transfer)
-                if backup is not None:
-                    self.backups.end(backup, min(max(event.written, 0), backup.blocks), self._now_ms)
+            case FetchSettled() | BackupSettled():
+                self._settle(event)
 
     def tick(self, now_ms: int) -> None:
         """Time has passed."""
@@ -150,13 +153,19 @@ class StorageTier:
         self.prefetches.tick(now_ms)
         self.locks.tick(now_ms)
 
-    def settle(self, trees: Callable[[], Iterable[PrefixTree]]) -> None:
-        """Start what may be started. `trees` tells what there is, where that is asked."""
+    def settle(self) -> None:
+        """Start what may be started."""
         is_ready = self.state is StorageState.READY
         if self.prefetches.waiting:
             self.prefetches.look_again(may_ask=is_ready)
         if is_ready and not self._table.paused and self._spec.backup is not BackupPolicy.NEVER:
-            self.backups.start(trees, self._spec.watermark_percent)
+            self.backups.start(self._trees, self._spec.watermark_percent)
+
+    def _settle(self, event: FetchSettled | BackupSettled) -> None:
+        if isinstance(event, FetchSettled):
+            self.prefetches.settled(event.transfer, event.good, event.now_us)
+        elif (backup := self._table.backups.get(event.transfer)) is not None:
+            self.backups.end(backup, min(max(event.written, 0), backup.blocks), self._now_ms)
 
     def _go(self, state: StorageState) -> None:
         """Enter a state, unless it is the present one: a process may be lost before it was ready."""

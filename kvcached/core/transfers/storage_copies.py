@@ -43,6 +43,9 @@ class BackupPolicy(StrEnum):
     NEVER = "never"
 
 
+_BY_SIGHTING = frozenset({BackupPolicy.EVERY, BackupPolicy.SECOND_SIGHTING})
+
+
 class Candidate(NamedTuple):
     """A path whose host copies are to be backed up as far as they have not been."""
 
@@ -72,8 +75,11 @@ class Candidates:
             self.add(Candidate(tree, run, depth))
 
     def sighted(self, tree: PrefixTree, run: Run, depth: int) -> None:
-        """A request has hit a path."""
-        if depth and self.policy is BackupPolicy.SECOND_SIGHTING:
+        """A request has hit a path. What of it storage was not given, or has lost, it is given now."""
+        if not depth or self.policy not in _BY_SIGHTING:
+            return
+        segment = tree.resolve(run, depth).segments[HOST]
+        if self.policy is BackupPolicy.SECOND_SIGHTING or (segment is not None and segment.backed < segment.length):
             self.add(Candidate(tree, run, depth))
 
     def cleared(self, namespace: bytes, generation: int) -> None:
@@ -287,6 +293,14 @@ def mark_backed(tree: PrefixTree, run: Run, start: int, end: int) -> None:
         if segment is not None and segment.backed >= start - at.start:
             segment.back(max(segment.backed, min(end - at.start, segment.length)))
         at = at.parent
+
+
+def unmark_all(tree: PrefixTree) -> None:
+    """Every block of a tree has to be handed over again, once it is a candidate."""
+    for run in tree.runs():
+        segment = run.segments[HOST]
+        if segment is not None:
+            segment.back(0)
 
 
 def _unmark(run: Run, depth: int) -> None:
