@@ -237,8 +237,8 @@ class StorageConfig(Table):
         default=5000,
         ge=10,
         le=600_000,
-        description="Storage is suspended when one call of the backend takes longer. After six times as long, the storage"
-        " process is killed and restarted.",
+        description="Storage is suspended when one call of the backend takes longer. After six times as long, the"
+        " storage process is killed and restarted.",
     )
     layout: StorageLayout = Field(
         default="engine",

@@ -57,6 +57,7 @@ class Connection:
         owner: whoever shares turns, pauses and memory with it.
         peer: names it to the handler; never used again.
         reader: what comes in.
+        replies: to messages of its present turn, which leave together: each `send` may wake its peer.
         unsent: replies that its peer has not made room for. While there are any, nothing is read from it.
         refusal: the answer to its first request where it is not admitted.
         is_deaf: nothing can be sent any more; what its peer said before that is read to the end.
@@ -67,7 +68,7 @@ class Connection:
 
     __slots__ = (
         "counted_bytes", "descriptor", "grants", "is_deaf", "is_queued", "origin", "owner", "peer",
-        "reader", "refusal", "socket", "unsent", "watched_events",
+        "reader", "refusal", "replies", "socket", "unsent", "watched_events",
     )  # fmt: skip
 
     def __init__(self, accepted: socket.socket, peer: bytes, identity: Identity, reader: IncomingReader) -> None:
@@ -76,6 +77,7 @@ class Connection:
         self.origin, self.grants, self.owner = identity
         self.peer = peer
         self.reader = reader
+        self.replies = bytearray()
         self.unsent = bytearray()
         self.refusal: RequestError | None = None
         self.is_deaf = False
@@ -119,6 +121,7 @@ class Connection:
     def close(self) -> None:
         """Close it. The loop must not watch it any more."""
         self.descriptor = -1
+        self.replies.clear()
         self.unsent.clear()
         self.socket.close()
 

@@ -12,49 +12,21 @@ import select
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from kvcached.server.connection import Connection, Door
 from kvcached.server.connections import Connections
 from kvcached.server.decoding import decode, refusal
+from kvcached.server.handler import Answer, Handler
 from kvcached.server.held import HeldBytes
 from kvcached.server.listener import Listener
 from kvcached.server.pauses import CUT_OFF_BYTES, REFUSED_REQUEST_BYTES, Pauses, is_for_nothing
 from kvcached_client.errors import ErrorCode, RequestError
-from kvcached_client.protocol.engine import ErrorReply, Header, Request, encode
+from kvcached_client.protocol.engine import ErrorReply, encode
 from kvcached_client.protocol.zmtp import Message
-
-
-class Answer(Protocol):
-    """What the service answers with: a header and the frames that follow it."""
-
-    @property
-    def header(self) -> Header:
-        """The reply."""
-
-    @property
-    def frames(self) -> tuple[bytes, ...]:
-        """Its frames, in the verb's order."""
-
-
-class Handler(Protocol):
-    """Who serves requests."""
-
-    def submit(self, peer: bytes, request: Request, frames: list[bytes], respond: Callable[[Answer], None]) -> None:
-        """Serve one request; call `respond` once if it wants a reply, now or later."""
-
-    def refused(self, error: RequestError) -> RequestError:
-        """Take note of a message that was no request."""
-
-    def count(self, what: str) -> None:
-        """Take note of something that happened.
-
-        ``dropped_replies``: the peer was gone. ``disconnects``: a connection that was served has ended, for any reason.
-        """
-
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +34,8 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_TURN_MAX: Final = 16
 #: No further one is begun in a turn after this time if somebody else has something to be served.
 TURN_NS_MAX: Final = 50_000
+#: Replies of a turn beyond this leave before its end.
+REPLIES_BYTES_MAX: Final = 64 * 1024
 #: Of one `recv`: most requests are whole in it.
 RECEIVE_BYTES_MAX: Final = 64 * 1024
 #: Connections of one user other than the daemon's own that get a turn at a time.
@@ -103,6 +77,7 @@ class RpcServer:
         self._held = HeldBytes()
         self._pauses = Pauses(self._on_pause)
         self._last_peer = 0
+        self._in_turn: Connection | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Bind, for those who may connect, and serve from now on.
@@ -159,6 +134,9 @@ class RpcServer:
     def _close(self, connection: Connection) -> None:
         if not connection.is_open or self._loop is None:
             return
+        self._send_replies(connection)
+        if not connection.is_open:  # it had too much unsent
+            return
         self._watch(connection, 0)
         if connection.unsent:
             self._handler.count("dropped_replies")
@@ -190,12 +168,16 @@ class RpcServer:
     def _take(self, connection: Connection, data: memoryview | bytes) -> None:
         reader, size, was_skipping = connection.reader, len(data), connection.reader.is_skipping
         end_ns = time.perf_counter_ns() + TURN_NS_MAX
-        for _ in range(MESSAGES_PER_TURN_MAX):
-            self._take_one(connection, data)
-            data = b""
-            is_over = not reader.has_more or connection.unsent or connection in self._pauses
-            if is_over or (time.perf_counter_ns() >= end_ns and self._is_awaited(connection)):
-                break
+        try:
+            for _ in range(MESSAGES_PER_TURN_MAX):
+                self._take_one(connection, data)
+                self._in_turn, data = connection, b""  # the first reply has left: its peer works on it meanwhile
+                is_over = not reader.has_more or connection.unsent or connection in self._pauses
+                if is_over or (time.perf_counter_ns() >= end_ns and self._is_awaited(connection)):
+                    break
+        finally:
+            self._in_turn = None
+            self._send_replies(connection)
         if was_skipping or reader.is_skipping:
             self._pauses.refuse(connection, size)
         if reader.violation is not None:
@@ -212,7 +194,7 @@ class RpcServer:
         if reader.commands:
             if reader.is_ready and not was_ready:
                 self._admit(connection)
-            self._send(connection, b"".join(reader.commands))
+            self._reply(connection, b"".join(reader.commands))
             reader.commands.clear()
         for message in messages:
             self._serve_guarded(connection, message)
@@ -254,7 +236,7 @@ class RpcServer:
     def _refuse(self, connection: Connection, parts: list[bytes], error: RequestError) -> None:
         self._handler.refused(error)
         self._pauses.refuse(connection, max(REFUSED_REQUEST_BYTES, sum(map(len, parts))))
-        self._send(connection, connection.encode([encode(refusal(parts, error))]))
+        self._reply(connection, connection.encode([encode(refusal(parts, error))]))
         if connection.refusal is not None:
             self._close(connection)
 
@@ -350,7 +332,22 @@ class RpcServer:
     def _answer(self, connection: Connection, answer: Answer) -> None:
         if isinstance(answer.header, ErrorReply) and connection.is_open and is_for_nothing(answer.header):
             self._pauses.refuse(connection, REFUSED_REQUEST_BYTES)
-        self._send(connection, connection.encode([encode(answer.header), *answer.frames]))
+        self._reply(connection, connection.encode([encode(answer.header), *answer.frames]))
+
+    def _reply(self, connection: Connection, data: bytes) -> None:
+        """Send something, at the end of the connection's turn where more is to be served in it."""
+        if connection is not self._in_turn or not (connection.reader.has_more or connection.replies):
+            self._send(connection, data)
+            return
+        connection.replies += data
+        if len(connection.replies) >= REPLIES_BYTES_MAX:
+            self._send_replies(connection)
+
+    def _send_replies(self, connection: Connection) -> None:
+        if connection.replies:
+            data = bytes(connection.replies)
+            connection.replies.clear()
+            self._send(connection, data)
 
     def _send(self, connection: Connection, data: bytes) -> None:
         if not connection.is_open or connection.is_deaf:

@@ -34,7 +34,7 @@ def last_storage_process_not_awaited(patch: pytest.MonkeyPatch) -> None:
 def reply_to_a_malformed_message_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A message that is no request gets no reply."""
     rewrite(
-        patch, RpcServer._refuse, "self._send(connection, connection.encode([encode(refusal(parts, error))]))", "pass"
+        patch, RpcServer._refuse, "self._reply(connection, connection.encode([encode(refusal(parts, error))]))", "pass"
     )
 
 

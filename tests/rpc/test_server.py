@@ -378,3 +378,37 @@ def test_turn_ends_when_somebody_else_waits(serve: Callable[[], Serving], monkey
         for number in range(10, 22):
             assert busy.reply() == Goodbye(id=number)
     assert serving.handler.served.index(99) <= 4
+
+
+def test_replies_of_a_turn_leave_together(serve: Callable[[], Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of messages that came together, the first reply goes out at once, the others in one `send`, in their order."""
+    sent: list[int] = []
+    send = Connection.send
+
+    def counted(connection: Connection, data: bytes | memoryview) -> int:
+        sent.append(len(data))
+        return send(connection, data)
+
+    serving = serve()
+    with RawPeer(serving.path) as peer:
+        assert peer.ask(bye(1)) == Goodbye(id=1)
+        monkeypatch.setattr(Connection, "send", counted)
+        messages = [[bye(2)], [bye(3), b"a frame too many"], [bye(4)], [bye(5)]]
+        with held(serving):
+            peer.socket.sendall(b"".join(map(encode_message, messages)))
+        replies = [peer.reply() for _ in messages]
+
+    assert [type(reply) for reply in replies] == [Goodbye, ErrorReply, Goodbye, Goodbye]
+    assert [reply.id for reply in replies if reply] == [2, 3, 4, 5]
+    assert len(sent) == 2
+
+
+def test_replies_before_a_violation_arrive(serve: Callable[[], Serving]) -> None:
+    """A connection that is cut off in a turn has the replies to what it had asked before."""
+    serving = serve()
+    with RawPeer(serving.path) as peer:
+        with held(serving):
+            messages = [encode_message([bye(number)]) for number in (1, 2, 3)]
+            peer.socket.sendall(b"".join(messages) + b"\xff" * 9)
+        assert [peer.reply() for _ in messages] == [Goodbye(id=1), Goodbye(id=2), Goodbye(id=3)]
+        assert peer.receive() is None
