@@ -52,6 +52,7 @@ class Connection:
 
     Attributes:
         descriptor: of the socket; -1 once it is closed.
+        is_open: it has not been closed.
         origin: who connected.
         grants: what its user, or its key, may do.
         owner: whoever shares turns, pauses and memory with it.
@@ -67,13 +68,14 @@ class Connection:
     """
 
     __slots__ = (
-        "counted_bytes", "descriptor", "grants", "is_deaf", "is_queued", "origin", "owner", "peer",
+        "counted_bytes", "descriptor", "grants", "is_deaf", "is_open", "is_queued", "origin", "owner", "peer",
         "reader", "refusal", "replies", "socket", "unsent", "watched_events",
     )  # fmt: skip
 
     def __init__(self, accepted: socket.socket, peer: bytes, identity: Identity, reader: IncomingReader) -> None:
         self.socket = accepted
         self.descriptor = accepted.fileno()
+        self.is_open = True
         self.origin, self.grants, self.owner = identity
         self.peer = peer
         self.reader = reader
@@ -98,11 +100,6 @@ class Connection:
         return encode_message(parts)
 
     @property
-    def is_open(self) -> bool:
-        """Whether it has not been closed."""
-        return self.descriptor >= 0
-
-    @property
     def held_bytes(self) -> int:
         """The memory that its messages and replies take."""
         return self.reader.held_bytes + len(self.unsent)
@@ -120,7 +117,7 @@ class Connection:
 
     def close(self) -> None:
         """Close it. The loop must not watch it any more."""
-        self.descriptor = -1
+        self.descriptor, self.is_open = -1, False
         self.replies.clear()
         self.unsent.clear()
         self.socket.close()

@@ -11,7 +11,7 @@ import logging
 import select
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
@@ -134,9 +134,10 @@ class RpcServer:
     def _close(self, connection: Connection) -> None:
         if not connection.is_open or self._loop is None:
             return
-        self._send_replies(connection)
-        if not connection.is_open:  # it had too much unsent
-            return
+        if connection.replies:
+            self._send_replies(connection)
+            if not connection.is_open:  # too much was unsent
+                return
         self._watch(connection, 0)
         if connection.unsent:
             self._handler.count("dropped_replies")
@@ -177,7 +178,8 @@ class RpcServer:
                     break
         finally:
             self._in_turn = None
-            self._send_replies(connection)
+            if connection.replies:
+                self._send_replies(connection)
         if was_skipping or reader.is_skipping:
             self._pauses.refuse(connection, size)
         if reader.violation is not None:
@@ -285,7 +287,7 @@ class RpcServer:
             self._rotation += 1
             ready = [*ready[(start := self._rotation % len(ready)) :], *ready[:start]]
         waiting: set[Hashable] = set()
-        turns: Counter[Hashable] = Counter()
+        turns: dict[Hashable, int] = {}
         for descriptor, events in ready:
             connection = self._watched.get(descriptor)
             if connection is None or connection.owner in waiting:  # closed on behalf of another one
@@ -297,7 +299,7 @@ class RpcServer:
             elif self._take_turn(connection) == RECEIVE_BYTES_MAX or connection.reader.has_more:
                 waiting.add(connection.owner)
             if not connection.grants.is_own:
-                turns[connection.owner] += 1
+                turns[connection.owner] = turns.get(connection.owner, 0) + 1
                 if turns[connection.owner] == USER_TURNS_MAX:
                     waiting.add(connection.owner)
 
@@ -344,10 +346,9 @@ class RpcServer:
             self._send_replies(connection)
 
     def _send_replies(self, connection: Connection) -> None:
-        if connection.replies:
-            data = bytes(connection.replies)
-            connection.replies.clear()
-            self._send(connection, data)
+        data = bytes(connection.replies)
+        connection.replies.clear()
+        self._send(connection, data)
 
     def _send(self, connection: Connection, data: bytes) -> None:
         if not connection.is_open or connection.is_deaf:
