@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvcached_client.blocks.block_table import SlotRanges
 from kvcached_client.errors import (
     DaemonUnreachable,
+    DeadlineExceeded,
     ErrorCode,
     KvcachedError,
     RequestError,
@@ -21,16 +22,7 @@ from kvcached_client.errors import (
 )
 from kvcached_client.failpoints import failpoint
 from kvcached_client.keys import KeyChain
-from kvcached_client.protocol.engine import (
-    Allocate,
-    Allocated,
-    Commit,
-    Committed,
-    Load,
-    Loaded,
-    Release,
-    Released,
-)
+from kvcached_client.protocol.engine import Allocate, Allocated, Commit, Committed, Load, Loaded, Release, Released
 from kvcached_client.protocol.grants import NOTHING, Declaration, Grant, Slots, blocks_of, check_fence, ranges_of
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.misses import FailureReason
@@ -177,6 +169,18 @@ class LeaseSteps:
             if gives_back:
                 yield from self._give_back(fence)
             raise
+        except DeadlineExceeded:
+            self._give_back_unheard(gives_back=gives_back)
+            raise
+        self._give_back_unheard(gives_back=gives_back)
+
+    def _give_back_unheard(self, *, gives_back: bool) -> None:
+        """The daemon may refuse a commit later, when nobody listens: a release without it comes right behind."""
+        if gives_back and self._is_release_unheard:
+            channel, fence = self._channel, self._fence
+            request = Release(id=channel.next_id(), epoch=channel.epoch, lease=self.id, fence=fence, reply=False)
+            with suppress(KvcachedError):  # the daemon is gone, and the lease with it
+                channel.post(request)
 
     def _finish(self, stop: int, fence: FenceSequence) -> Steps[None]:
         with self._missable():
@@ -186,7 +190,7 @@ class LeaseSteps:
                 self._check_loaded()
                 yield from self._release(self._blocks(stop) if stop > self.depth else ())
             return
-        if self._unsettled is None or not isinstance(self._unsettled[0], Release):
+        if not self._is_release_unheard:
             reason = self.reason
             yield from self._give_back(fence)
             self.reason = reason
@@ -197,8 +201,13 @@ class LeaseSteps:
         yield from self._give_back(fence)
 
     def declaration(self) -> Declaration | None:
-        """What the next daemon must know of the lease; None if it is released or was never granted."""
+        """What the next daemon must know of the lease; None if it is released or was never granted.
+
+        A lease whose release was sent is over, heard or not: others may have written to its slots since.
+        """
         self._await_last()
+        if self._is_release_unheard:
+            self._is_held = False  # slots from the reserve are then declared by nobody, and so are free
         if not self._is_held:
             return None
         there, own = (self.ready_blocks, self.hit_blocks) if self.loads else (self.depth, self.depth)
@@ -292,7 +301,8 @@ class LeaseSteps:
         return blocks_of(tokens, self._chain.block_size) - self._slots.count
 
     def _grow_from_reserve(self, blocks: int) -> bool:
-        slots = None if self._reserve is None or not self._is_held or blocks < 1 else self._reserve.take(blocks)
+        is_over = not self._is_held or self._is_release_unheard
+        slots = None if self._reserve is None or is_over or blocks < 1 else self._reserve.take(blocks)
         if slots is None:
             return False
         borrowed = SlotRanges.of(slots)
@@ -318,10 +328,20 @@ class LeaseSteps:
 
     def _settle_release(self) -> Steps[bool]:
         """Whether a release was sent before; if so, wait for its reply."""
-        if self._unsettled is None or not isinstance(self._unsettled[0], Release):
+        if self._unsettled is None or not self._is_release_unheard:
             return False
-        yield from self._perform(*self._unsettled)
+        try:
+            if self._is_held:  # else it ended with its daemon
+                yield from self._perform(*self._unsettled)
+        except RequestError as error:
+            if error.code is not ErrorCode.ALREADY_RELEASED:  # else it was done, and the daemon has forgotten its reply
+                raise
         return True
+
+    @property
+    def _is_release_unheard(self) -> bool:
+        """Whether a release was sent, with or without a commit, and its reply has not come."""
+        return self._unsettled is not None and isinstance(self._unsettled[0], Release)
 
     def _settle(self, deadline_ns: int | None = None) -> Steps[None]:
         """Repeat a request without a reply, except for loads; the lease is held afterwards."""

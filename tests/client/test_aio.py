@@ -192,6 +192,24 @@ def test_release_that_is_cancelled_before_its_turn_is_sent(daemon: FakeDaemon) -
     assert [type(request) for request, _ in daemon.requests[-4:-1]] == [Commit, Commit, Release]
 
 
+def test_lease_whose_release_was_cancelled_is_not_declared(daemon: FakeDaemon) -> None:
+    """A release that was sent is carried out though its task is cancelled: the next daemon does not hear of the lease."""
+
+    async def work(client: AsyncClient) -> bool:
+        lease, chain = await client.acquire("r", client.chain(range(16))), client.chain(range(8))
+        has_come, reply = arrival(daemon, Release), held_reply(daemon, Release)
+        leaving = asyncio.create_task(lease.release())
+        assert await has_come()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        reply.set()
+        await client.match(chain)
+        return lease.declaration() is None
+
+    assert run(daemon, work)
+
+
 def continue_session(daemon: FakeDaemon, request: Request, _: list[bytes]) -> Answer:
     """Accept whoever rejoins."""
     if isinstance(request, Rejoin):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
 from kvcached_client import BadRequest, Client, DaemonUnreachable, DeadlineExceeded, ErrorCode, FailureReason, Refused
 from kvcached_client.protocol.engine import Acquire, Bye, Commit, Header, Match, Release, Request
 from kvcached_client.transport.steps import CALLS_UNDER_WAY_MAX
+from kvcached_client.types import FenceSequence
 from tests.client.fake_daemon import SILENCE, FakeDaemon
 from tests.client.test_batch import leases_of, refusing
 
@@ -137,6 +140,56 @@ def test_missed_deadline_is_settled_by_the_next_call_of_the_lease(daemon: FakeDa
     lease.finish(8)
     assert came == [came[0]] * 2
     assert [request.start for request in daemon.of(Release) if isinstance(request, Release)] == [1]
+
+
+@pytest.mark.parametrize("failures", ["raise", "miss"])
+@pytest.mark.parametrize("wait", [False, True])
+def test_lease_whose_release_was_not_heard_is_not_declared(
+    daemon: FakeDaemon, connect: Connect, failures: str, wait: bool
+) -> None:
+    """The daemon may carry a release out after its deadline, with a commit or without: its lease is over."""
+    client = connect(deadline_ms=300, failures=failures)
+    leases = leases_of(client, 2)
+    daemon.script = lambda request, _: (SILENCE, []) if isinstance(request, Release) else None
+    for call in (partial(leases[0].release, wait=wait), partial(leases[1].finish, 8, wait=wait)):
+        with suppress(DeadlineExceeded):
+            call()
+    with suppress(DeadlineExceeded):
+        client.settle()
+    assert [lease.declaration() for lease in leases] == [None, None]
+    sent = len(daemon.requests)
+    leases[0].release()
+    leases[1].finish(8)  # it ended with its daemon
+    assert len(daemon.requests) == sent
+
+
+@pytest.mark.parametrize("failures", ["raise", "miss"])
+def test_posted_finish_without_a_reply_is_followed_by_a_release(
+    daemon: FakeDaemon, connect: Connect, failures: str
+) -> None:
+    """A finish that the daemon refuses when nobody listens any longer does not leave its lease behind."""
+    client = connect(deadline_ms=300, failures=failures)
+    (lease,) = leases_of(client, 1)
+    daemon.script = lambda request, _: (SILENCE, []) if isinstance(request, Release) and request.reply else None
+    lease.finish(8, fence=FenceSequence(3), wait=False)
+    with suppress(DeadlineExceeded):
+        client.settle()
+    daemon.script = None
+    client.match(client.chain(range(8)))
+    releases = [(len(frames), each.reply, each.fence) for each, frames in daemon.requests if isinstance(each, Release)]
+    assert releases == [(2, True, 3), (0, False, 3)]
+
+
+def test_repeated_release_that_was_done_succeeds(daemon: FakeDaemon, connect: Connect) -> None:
+    """A daemon that carried a release out and has forgotten its reply says so: the caller has what it asked for."""
+    client = connect(deadline_ms=300)
+    (lease,) = leases_of(client, 1)
+    daemon.script = lambda request, _: (SILENCE, []) if isinstance(request, Release) else None
+    with pytest.raises(DeadlineExceeded):
+        lease.release()
+    daemon.script = refusing(Release, 0, ErrorCode.ALREADY_RELEASED)
+    lease.release()
+    assert lease.declaration() is None
 
 
 def test_daemon_that_dies_ends_posted_calls(daemon: FakeDaemon, connect: Connect) -> None:

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from kvcached_client import Admin, Client, DaemonUnreachable, KeyChain, Lease, MappedPool, map_pool
+from kvcached_client import (
+    Admin,
+    Client,
+    DaemonUnreachable,
+    DeadlineExceeded,
+    KeyChain,
+    Lease,
+    MappedPool,
+    NoCapacity,
+    map_pool,
+)
 from kvcached_client.errors import RequestError, Stale
 from kvcached_client.protocol.engine import PoolStats
 from kvcached_client.types import FenceSequence
@@ -28,9 +38,17 @@ RESERVE = 3
 class Engine:
     """A client and its one shard in this process. A block's bytes are its own: the key's first byte."""
 
-    def __init__(self, run_dir: Path, parts: ExitStack, *, failures: str = "miss", reserve: int = RESERVE) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        parts: ExitStack,
+        *,
+        failures: str = "miss",
+        reserve: int = RESERVE,
+        deadline_ms: int = 10_000,
+    ) -> None:
         self.client = parts.enter_context(
-            Client.connect(run_dir, deadline_ms=10_000, failures=failures, reserve_blocks=reserve)  # type: ignore[arg-type]
+            Client.connect(run_dir, deadline_ms=deadline_ms, failures=failures, reserve_blocks=reserve)  # type: ignore[arg-type]
         )
         self.pool: MappedPool = map_pool(self.client.session, 0, deadline_ms=10_000)
         parts.callback(self.pool.close)
@@ -176,6 +194,39 @@ def test_rejoin_ends_posted_calls(daemon: Supervised, engine: Engine) -> None:
     assert (hit.hit_blocks, engine.is_right(hit, chains[1])) == (2, True)
     hit.release()
     assert pool_of(daemon).leases == 1
+
+
+def test_unheard_release_is_not_declared(daemon: Supervised) -> None:
+    """A lease whose release came too late is over after the restart: others have written to its slots since."""
+    with ExitStack() as parts:
+        engine = Engine(daemon.run_dir, parts, failures="raise", reserve=0, deadline_ms=500)
+        chain = engine.chain(0, 4)
+        lease = engine.client.acquire("r", chain)
+        engine.compute(lease, chain)
+        lease.commit(16)
+        os.kill(daemon.daemon_pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            lease.release()
+        os.kill(daemon.daemon_pid, signal.SIGCONT)
+        while not (other := _acquired(engine.client, engine.chain(1000, 16))):
+            pass  # the daemon has not read the release yet
+        engine.pages[:] = 0xEE
+        other.release()
+        daemon.kill_and_wait()
+        engine.client.rejoin()
+
+        lease.release()
+        assert pool_of(daemon).leases == 0
+        again = engine.client.acquire("s", chain, full=True)
+        again.wait_loaded()
+        assert engine.is_right(again, chain)
+
+
+def _acquired(client: Client, chain: KeyChain) -> Lease | None:
+    try:
+        return client.acquire("other", chain)
+    except (NoCapacity, DeadlineExceeded):
+        return None
 
 
 def test_growth_uses_the_reserve(daemon: Supervised, engine: Engine) -> None:

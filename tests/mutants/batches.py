@@ -72,6 +72,12 @@ def lease_with_a_call_under_way_is_declared(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, LeaseSteps.declaration, "self._await_last()\n", "")
 
 
+@caught_by("tests/daemon/test_rejoin.py::test_unheard_release_is_not_declared")
+def lease_with_an_unheard_release_is_declared(patch: pytest.MonkeyPatch) -> None:
+    """A lease whose release came too late is declared, with slots to which others have written since."""
+    rewrite(patch, LeaseSteps.declaration, "if self._is_release_unheard:", "if False:")
+
+
 @caught_by("tests/daemon/test_rejoin.py::test_rejoin_ends_the_calls_of_an_open_batch")
 def rejoin_in_the_middle_of_a_batch(patch: pytest.MonkeyPatch) -> None:
     """Slots that an acquire takes from the reserve after the reserve was declared belong to two leases."""
