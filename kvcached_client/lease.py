@@ -43,7 +43,8 @@ class Lease(LeaseSteps):
 
     With ``failures="miss"`` a lease may not be granted: it has no slots, and its methods do nothing. If a request of
     the lease gets no reply in time, it is sent again with the same id before the lease's next request, so that nothing
-    is done twice or left out.
+    is done twice or left out, however many requests of other leases come in between. After a `Client.rejoin` a lease
+    whose release or finish had no reply is over.
 
     Some blocks of the hit may still be loading from host memory. Until `wait_loaded` returns, nothing can be committed:
     if the hit turns out shorter, the blocks that were cut off must be computed before everything after them.

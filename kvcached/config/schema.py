@@ -113,8 +113,8 @@ class Config(Table):
         default=1024,
         ge=256,
         le=65_536,
-        description="Answers that the daemon keeps for retries with the same request id. A client has fewer than 256"
-        " requests in flight.",
+        description="Answers that the daemon keeps per session for retries with the same request id. The last"
+        " `allocate` or `commit` of each lease is kept beside them until the lease's release.",
     )
     pin_quota_percent: int = Field(
         default=25,

@@ -193,7 +193,7 @@ def test_release_that_is_cancelled_before_its_turn_is_sent(daemon: FakeDaemon) -
 
 
 def test_lease_whose_release_was_cancelled_is_not_declared(daemon: FakeDaemon) -> None:
-    """A release that was sent is carried out though its task is cancelled: the next daemon does not hear of the lease."""
+    """A release that was sent ends its lease though its task is cancelled: the next daemon does not hear of it."""
 
     async def work(client: AsyncClient) -> bool:
         lease, chain = await client.acquire("r", client.chain(range(16))), client.chain(range(8))

@@ -204,6 +204,28 @@ def test_refusal_is_kept_for_a_retry_too() -> None:
     assert office.cache.pools["a"].free == 6
 
 
+def test_last_answer_of_a_lease_is_kept_while_it_lives() -> None:
+    """An engine may repeat a lease's last request after any number of others: it gets the same answer."""
+    office = Office()
+    office.enter(FakePeer(1))
+    granted = [office.ask(office.acquire(key_chain(1, seed), str(seed)), key_chain(1, seed)) for seed in range(2)]
+    leases = [each.header.lease for each in granted]  # type: ignore[attr-defined]
+    allocate = wire.Allocate(id=office.next_id(), epoch=EPOCH, lease=leases[0], blocks=2)
+    commit = wire.Commit(id=office.next_id(), epoch=EPOCH, lease=leases[1], start=0)
+    asked = [(allocate, ()), (commit, (key_chain(1, seed=1), granted[1].frames[1]))]
+    answers = [office.ask(request, *frames) for request, frames in asked]
+    for _ in range(40):  # more than are kept of a session
+        office.error(wire.Release(id=office.next_id(), epoch=EPOCH, lease=99))
+
+    assert [office.ask(request, *frames) for request, frames in asked] == answers
+    assert isinstance(answers[1].header, wire.Committed)
+    for lease in leases:
+        office.expect(wire.Released, wire.Release(id=office.next_id(), epoch=EPOCH, lease=lease))
+    for _ in range(40):
+        office.error(wire.Release(id=office.next_id(), epoch=EPOCH, lease=99))
+    assert office.error(allocate) is ErrorCode.ALREADY_RELEASED
+
+
 def test_answer_of_one_verb_is_not_given_to_another() -> None:
     """A request id used again for another verb is another request."""
     office = Office()
