@@ -54,6 +54,8 @@ class Connection:
             first = [reader.hello]
         self._buffer = memoryview(bytearray(_RECEIVE_BYTES))
         self._unsent = bytearray()
+        #: The message that the kernel was given, what it has taken, what was unsent before; None once the rest is kept.
+        self._handed_over: tuple[Sequence[bytes | memoryview], list[int], int] | None = None
         self.is_over = False
         self._write(first)
 
@@ -70,7 +72,7 @@ class Connection:
     @property
     def events(self) -> int:
         """What to poll for."""
-        return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
+        return select.POLLIN if not self._unsent and self._handed_over is None else select.POLLIN | select.POLLOUT
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -91,10 +93,11 @@ class Connection:
 
     def flush(self) -> None:
         """Send what is kept, as far as the socket takes it."""
+        self._settle()
         if self._unsent:
             with memoryview(self._unsent) as unsent:
-                sent = self._hand_over([unsent])
-            del self._unsent[:sent]
+                self._hand_over([unsent])
+            self._settle()
 
     def receive(self) -> list[Message]:
         """All whole messages that have arrived."""
@@ -126,16 +129,36 @@ class Connection:
         self._socket.close()
 
     def _write(self, pieces: list[bytes]) -> None:
-        sent = 0 if self._unsent else self._hand_over(pieces)
-        if not self.is_over and sent < sum(map(len, pieces)):
-            self._unsent += b"".join(pieces)[sent:]
+        self._settle()
+        if self._unsent:
+            self._unsent += b"".join(pieces)
+        else:
+            self._hand_over(pieces)
+            self._settle()
 
-    def _hand_over(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """How many leading bytes the kernel has taken; none where the other end has gone."""
+    def _hand_over(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Have the kernel take what it can of a message, or of what is unsent; the rest is unsent.
+
+        An exception may come behind any instruction, from the handler of a signal such as Ctrl-C. How much was taken is
+        noted before that, within one instruction: without it, the next message would be read as the end of this one.
+        """
+        taken: list[int] = []
+        self._handed_over = () if self._unsent else pieces, taken, len(self._unsent)
         try:
-            return self._socket.sendmsg(pieces)
+            taken.extend(map(self._socket.sendmsg, (pieces,)))
         except BlockingIOError:
-            return 0
+            pass
         except OSError:
             self.is_over = True
-            return 0
+
+    def _settle(self) -> None:
+        """Keep what was not taken of what was handed over last. Interrupted, it is repeated by the next call."""
+        if self._handed_over is None:
+            return
+        pieces, taken, unsent = self._handed_over
+        if len(self._unsent) == unsent and not self.is_over:  # else it is kept already
+            if unsent:
+                del self._unsent[: sum(taken)]
+            elif sum(taken) < sum(map(len, pieces)):
+                self._unsent += b"".join(pieces)[sum(taken) :]
+        self._handed_over = None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import select
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,10 +67,9 @@ class Ends(NamedTuple):
         return self.client.receive()
 
 
-@pytest.fixture
-def ends(tmp_path: Path) -> Iterator[Ends]:
+@contextmanager
+def _ends(path: str) -> Iterator[Ends]:
     """Both ends, before the handshake."""
-    path = str(tmp_path / "rpc.sock")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
@@ -74,6 +77,13 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
         accepted, _ = listener.accept()
         with closing(client), accepted:
             yield Ends(client, accepted)
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    """Both ends, before the handshake."""
+    with _ends(str(tmp_path / "rpc.sock")) as both:
+        yield both
 
 
 def _read_all(daemon: socket.socket, reader: Reader, count: int) -> list[list[bytes]]:
@@ -103,6 +113,54 @@ def test_message_that_the_socket_does_not_take_at_once_arrives_whole(ends: Ends)
     assert ends.client.events == select.POLLIN
     assert ends.client.send([b"next"])
     assert _read_all(ends.daemon, reader, 1) == [[b"next"]]
+
+
+def _interrupted(call: Callable[[], object], instruction: int) -> bool:
+    """Make a call, and interrupt it before so many instructions of the connection's code; False if there are fewer."""
+    left = itertools.count(-instruction)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes = frame.f_code.co_filename == connection.__file__
+        if event == "opcode" and not next(left):
+            raise KeyboardInterrupt
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(earlier)
+    return False
+
+
+@pytest.mark.parametrize(("size", "is_flushed"), [(8, False), (3 << 20, False), (3 << 20, True)])
+def test_interrupted_message_is_not_continued_by_the_next(tmp_path: Path, size: int, is_flushed: bool) -> None:
+    """Wherever an exception of a signal handler ends the sending of a message, it arrives whole or not at all."""
+    first, then = [b"header", bytes(size)], [b"next"]
+    is_interrupted, instruction = True, 0
+    while is_interrupted:
+        instruction += 1
+        with _ends(str(tmp_path / str(instruction))) as ends:
+            ends.shake_hands()
+            ends.daemon.settimeout(_PATIENCE_MS / 1000)
+            came: list[list[bytes]] = []
+            reader = Reader()
+            if is_flushed:
+                assert ends.client.send(first)
+                read = ends.daemon.recv(1 << 20)
+                is_interrupted = _interrupted(ends.client.flush, instruction)
+                came += [each.parts for each in reader.read(read, _MESSAGES_MAX)]
+            else:
+                is_interrupted = _interrupted(partial(ends.client.send, first), instruction)
+            while not ends.client.send(then):
+                came += [each.parts for each in reader.read(ends.daemon.recv(1 << 20), _MESSAGES_MAX)]
+            while then not in came:
+                came += _read_all(ends.daemon, reader, 1)
+            assert came in ([first, then], [] if is_flushed else [then])
+    assert instruction > 20
 
 
 def test_nothing_is_sent_before_the_daemon_has_accepted(ends: Ends) -> None:
