@@ -6,22 +6,30 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Self, TypedDict, TypeVar, Unpack
+from typing import Final, Self, TypedDict, TypeVar, Unpack
 
 from kvcached_client.aio.lease import AsyncLease
 from kvcached_client.aio.replies import Replies
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.client import ClientSteps
-from kvcached_client.errors import KvcachedError
+from kvcached_client.errors import DaemonUnreachable, KvcachedError
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import LeaseOptions
 from kvcached_client.prefetch import PrefetchOptions, PrefetchResult, prefetching
 from kvcached_client.protocol.engine import Welcome
+from kvcached_client.protocol.grants import check_fence
+from kvcached_client.transport.calls import PENDING_MAX
 from kvcached_client.transport.misses import Failures
 from kvcached_client.transport.patience import Patience
 from kvcached_client.transport.session import FAREWELL_MS, SessionChannel
 from kvcached_client.transport.steps import Steps
+from kvcached_client.types import FenceSequence
+
+#: Calls that are under way at the same time. The channel has room for a few requests more: a probe, a goodbye, releases
+#: that nobody awaits.
+CALLS_MAX: Final = PENDING_MAX - 8
 
 C = TypeVar("C", bound=ClientSteps)
 T = TypeVar("T")
@@ -46,6 +54,8 @@ class AsyncClient(ClientSteps):
 
     A task that is cancelled gives its call up, as after a missed deadline: a lease that comes too late is released.
 
+    Behind `CALLS_MAX` calls under way, others wait for their turn, in their order; their deadlines begin with it.
+
     The loop does not wait for the daemon. What the daemon does not read is queued: the calls end at their deadlines,
     and the daemon reads what they have asked when it continues. Behind 64 MiB in the queue, a call fails at once, as
     `DaemonSilent`.
@@ -56,6 +66,7 @@ class AsyncClient(ClientSteps):
         super().__init__(channel, welcome, heartbeat=heartbeat)
         self._replies: Replies | None = None  #: of the present channel, from the first call on
         self._rejoining: asyncio.Future[None] | None = None  #: the attempt to rejoin that is under way
+        self._places = asyncio.Semaphore(CALLS_MAX)
 
     @classmethod
     async def connect(
@@ -84,6 +95,19 @@ class AsyncClient(ClientSteps):
         """As `Client.prefetch`."""
         return await self.carry_out(self._prefetching(chain, **options))
 
+    def signal_fence(self, sequence: FenceSequence) -> None:
+        """As `Client.signal_fence`. During `rejoin`, whose thread uses the channel, it is sent when that is over."""
+        if self._rejoining is None:
+            super().signal_fence(sequence)
+            return
+        fence = check_fence(sequence)
+
+        def signal(_: object) -> None:
+            with suppress(DaemonUnreachable):  # it is noted for the next daemon
+                self.signal_fence(fence)
+
+        self._rejoining.add_done_callback(signal)
+
     async def rejoin(self) -> None:
         """As `Client.rejoin`, in a thread of its own. Calls that are under way are given up, as at their deadlines.
 
@@ -104,7 +128,7 @@ class AsyncClient(ClientSteps):
             self.close()
             return
         try:
-            await self.carry_out(self.leaving())
+            await self._carry_out(self.leaving())
             if self._channel.is_waiting_in_vain:
                 await self.replies().all_sent(FAREWELL_MS / 1000)
         finally:
@@ -115,7 +139,11 @@ class AsyncClient(ClientSteps):
                 self._rejoining.add_done_callback(self._hang_up)
 
     async def carry_out(self, steps: Steps[T]) -> T:
-        """The result of a call, which is sent now, or after the attempt to rejoin that is under way."""
+        """The result of a call, which is sent now, or as soon as there is a place and no attempt to rejoin."""
+        async with self._places:
+            return await self._carry_out(steps)
+
+    async def _carry_out(self, steps: Steps[T]) -> T:
         while self._rejoining is not None:
             await asyncio.wait([self._rejoining])
         return await self.replies().carry_out(steps)

@@ -4,6 +4,8 @@ A `PendingCalls` gives requests their ids, turns them into message parts, and pa
 
 * Every header is read back by the daemon's own decoder before it is sent, so that the daemon accepts it.
 * A request is *pending* until its reply is taken or it is abandoned; there are at most `PENDING_MAX` of them.
+* No acquire that was sent is forgotten before its reply has come: nobody would release what it grants. So with
+  `ACQUIRES_MAX` of them without a reply, no other is sent.
 * A reply to an abandoned request changes nothing here, but if it grants a lease, that lease must be released: it is an
   *orphan*, unless the caller has repeated the acquire with the same name and so got the same lease. While such a
   repetition waits for its reply, it is unknown which lease it gets, and the orphan stays.
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvcached_client.errors import ErrorCode, RequestError, bad_reply, bad_value, request_error
+from kvcached_client.errors import DaemonSilent, ErrorCode, RequestError, bad_reply, bad_value, request_error
 from kvcached_client.protocol.engine import (
     FRAME_COUNT_MAX,
     Acquire,
@@ -35,8 +37,8 @@ from kvcached_client.types import LeaseId, RequestId, TransferId
 
 #: With more requests pending, the daemon is lost. ZeroMQ's own queues are as short.
 PENDING_MAX: Final = 1024
-#: Abandoned acquires whose late grants are still recognised.
-ABANDONED_MAX: Final = 1024
+#: Acquires that are pending or abandoned, whose grants may all come late. It is room for an outage of some deadlines.
+ACQUIRES_MAX: Final = 4 * PENDING_MAX
 
 
 class Answer(NamedTuple):
@@ -71,7 +73,7 @@ class PendingCalls:
         self._acquire_names: dict[RequestId, str] = {}
         #: Replies that were not taken yet, or the error of an unreadable one. Their requests are still pending.
         self._answers: dict[RequestId, Answer | RequestError] = {}
-        #: Abandoned acquires by id, whose grants may still arrive. The oldest are forgotten first.
+        #: Abandoned acquires by id, whose grants may still arrive.
         self._abandoned: dict[RequestId, _GivenUp] = {}
         #: What was granted to abandoned acquires by lease, with the acquires' names.
         self._orphans: dict[LeaseId, tuple[Orphan, str]] = {}
@@ -113,6 +115,7 @@ class PendingCalls:
         Raises:
             BadRequest: the request cannot be encoded, or a field or frame is out of its limits.
             Refused: `PENDING_MAX` requests are pending.
+            DaemonSilent: `ACQUIRES_MAX` acquires have no reply, and this is another one.
         """
         header = _encode(request)
         decode_request(header)
@@ -120,6 +123,8 @@ class PendingCalls:
         if not isinstance(request, (Heartbeat, Release)) or request.reply:
             if len(self._deadlines_ns) >= PENDING_MAX:
                 raise request_error(ErrorCode.LIMIT, f"{PENDING_MAX} requests are pending", "wait for their replies")
+            if isinstance(request, Acquire) and len(self._acquire_names) + len(self._abandoned) >= ACQUIRES_MAX:
+                raise DaemonSilent(f"the daemon has not replied to {ACQUIRES_MAX} earlier acquires; see its log")
             request_id = RequestId(request.id)
             self._deadlines_ns[request_id] = deadline_ns
             if isinstance(request, Acquire):
@@ -170,9 +175,11 @@ class PendingCalls:
         if granted is not None:
             self._orphans[granted.lease] = granted, name
             return
-        while len(self._abandoned) >= ABANDONED_MAX:
-            del self._abandoned[next(iter(self._abandoned))]
         self._abandoned[request_id] = _GivenUp(name, None)
+
+    def take_back(self, request_id: RequestId) -> None:
+        """Forget a request that was not sent after all: nothing comes of it."""
+        self._forget(request_id)
 
     def expire(self, now_ns: int) -> list[RequestId]:
         """Abandon the requests without a reply whose deadline has passed, and return their ids."""

@@ -13,7 +13,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvcached_client.errors import BadRequest, DaemonSilent, DaemonUnreachable, DeadlineExceeded, bad_reply
+from kvcached_client.errors import (
+    BadRequest,
+    DaemonSilent,
+    DaemonUnreachable,
+    DeadlineExceeded,
+    KvcachedError,
+    bad_reply,
+)
 from kvcached_client.protocol.engine import Header, Request, raise_for_error
 from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.transport.calls import PendingCalls
@@ -47,7 +54,7 @@ class Channel:
         Raises:
             DaemonUnreachable: nothing listens at `endpoint`, or nobody takes the connection in time.
             Refused: another user's daemon does.
-            ValueError: `deadline_ms` is less than 1.
+            ValueError: `deadline_ms` is less than 1, or more than `DEADLINE_MS_MAX`.
         """
         check_deadline(deadline_ms)
         self.endpoint = endpoint if isinstance(endpoint, str) else endpoint.endpoint
@@ -115,6 +122,9 @@ class Channel:
         parts = self._calls.send(request, frames, deadline_ns=deadline_ns)
         try:
             self._send(parts, min(deadline_ns, self.deadline_ns()))
+        except KvcachedError:  # nothing was sent
+            self._calls.take_back(RequestId(request.id))
+            raise
         except BaseException:
             self._calls.abandon(RequestId(request.id))
             raise

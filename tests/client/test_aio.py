@@ -29,7 +29,7 @@ from kvcached_client.protocol.engine import (
     Release,
     Request,
 )
-from kvcached_client.types import pack_ranges
+from kvcached_client.types import FenceSequence, pack_ranges
 from tests.client.fake_daemon import BLOCK_SIZE, SILENCE, FakeDaemon
 
 T = TypeVar("T")
@@ -246,6 +246,26 @@ def test_rejoin_goes_on_although_its_task_is_cancelled(daemon: FakeDaemon) -> No
 
     assert run(daemon, work) == (2, 2)
     assert len(daemon.of(Rejoin)) == 1
+
+
+def test_fence_that_signals_during_a_rejoin_is_told_afterwards(daemon: FakeDaemon) -> None:
+    """The thread of the rejoin alone uses the channels until it is over; then the fence is signalled to the next."""
+
+    async def work(client: AsyncClient) -> tuple[int, list[int]]:
+        await client.match(chain := client.chain(range(8)))
+        welcome = await abandoned_rejoin(daemon, client)
+        earlier = client._channel
+        with pytest.raises(BadRequest):
+            client.signal_fence(FenceSequence(-1))
+        client.signal_fence(FenceSequence(7))
+        noted = client._signalled
+        welcome.set()
+        await client.rejoin()
+        await client.match(chain)
+        assert client._channel is not earlier
+        return noted, [beat.fence for beat in daemon.heartbeats]
+
+    assert run(daemon, work) == (0, [7])
 
 
 def test_rejoin_gives_up_the_calls_under_way(daemon: FakeDaemon) -> None:

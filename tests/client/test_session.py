@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached_client.errors import BadRequest, ErrorCode, Fault, Refused
+from kvcached_client.errors import BadRequest, DaemonSilent, ErrorCode, Fault, Refused
 from kvcached_client.protocol.engine import (
     BLOCKS_PER_MESSAGE_MAX,
     Acquire,
@@ -18,6 +18,7 @@ from kvcached_client.protocol.engine import (
     decode_request,
     encode,
 )
+from kvcached_client.transport import calls
 from kvcached_client.transport.calls import PENDING_MAX, Answer, PendingCalls
 from kvcached_client.types import LeaseId, RequestId
 
@@ -191,6 +192,26 @@ def test_session_pending_table_is_bounded() -> None:
         session.send(match_request(session), (KEY,), deadline_ns=10)
     assert caught.value.code == ErrorCode.LIMIT
     assert session.pending_count == PENDING_MAX
+
+
+def test_session_forgets_no_acquire_that_may_be_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While too many acquires have no reply, no other is sent; each that is granted late is an orphan."""
+    monkeypatch.setattr(calls, "ACQUIRES_MAX", 3)
+    session = PendingCalls()
+    requests = [acquire_request(session, str(number)) for number in range(3)]
+    for request in requests:
+        session.send(request, (KEY,), deadline_ns=10)
+    session.expire(10)
+    another = acquire_request(session, "another")
+    with pytest.raises(DaemonSilent, match="3 earlier acquires"):
+        session.send(another, (KEY,), deadline_ns=20)
+    session.send(match_request(session), (KEY,), deadline_ns=20)
+    for request in requests:
+        session.receive(reply(Acquired(id=request.id, lease=request.id, hit=0, ready=0), b"", b""))
+    assert [orphan.lease for orphan in session.orphans()] == [request.id for request in requests]
+    for _ in range(5):  # none of these is sent
+        session.send(another, (KEY,), deadline_ns=20)
+        session.take_back(RequestId(another.id))
 
 
 def test_session_unreadable_reply_fails_its_request() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvcached_client.aio.client import AsyncClient
 from kvcached_client.aio.lease import AsyncLease
 from kvcached_client.blocks import header, mapping
 from kvcached_client.blocks.copy import MemoryCopier
@@ -121,6 +122,12 @@ def _of(patch: pytest.MonkeyPatch, module: str) -> Any:
 def event_loop_waits_for_a_full_socket(patch: pytest.MonkeyPatch) -> None:
     """Every call of an async client stops the loop while the daemon reads nothing."""
     rewrite(patch, Channel.never_wait, "self._never_waits = True", "pass")
+
+
+@caught_by("tests/client/test_aio_places.py::test_calls_without_a_place_wait_for_one_in_their_order")
+def event_loop_makes_any_number_of_calls(patch: pytest.MonkeyPatch) -> None:
+    """Calls beyond what the channel can have pending fail, releases too: their leases stay."""
+    rewrite(patch, AsyncClient.__init__, "asyncio.Semaphore(CALLS_MAX)", "asyncio.Semaphore(1 << 30)")
 
 
 @caught_by("tests/client/test_aio.py::test_release_that_is_cancelled_before_its_turn_is_sent")

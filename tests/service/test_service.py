@@ -212,7 +212,10 @@ def test_last_answer_of_a_lease_is_kept_while_it_lives() -> None:
     leases = [each.header.lease for each in granted]  # type: ignore[attr-defined]
     allocate = wire.Allocate(id=office.next_id(), epoch=EPOCH, lease=leases[0], blocks=2)
     commit = wire.Commit(id=office.next_id(), epoch=EPOCH, lease=leases[1], start=0)
-    asked = [(allocate, ()), (commit, (key_chain(1, seed=1), granted[1].frames[1]))]
+    asked: list[tuple[wire.Request, tuple[bytes, ...]]] = [
+        (allocate, ()),
+        (commit, (key_chain(1, seed=1), granted[1].frames[1])),
+    ]
     answers = [office.ask(request, *frames) for request, frames in asked]
     for _ in range(40):  # more than are kept of a session
         office.error(wire.Release(id=office.next_id(), epoch=EPOCH, lease=99))
