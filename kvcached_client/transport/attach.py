@@ -153,7 +153,7 @@ def identify(
         DeadlineExceeded: no reply came within `deadline_ms`.
         Refused: anybody may have put the socket there.
         RequestError: the daemon refused.
-        ValueError: `deadline_ms` is less than 1.
+        ValueError: `deadline_ms` is less than 1, or more than `DEADLINE_MS_MAX`.
     """
     connection, reply, _ = _ask(run_dir, Identify(client=client), Identified, 0, deadline_ms)
     return connection, reply

@@ -48,8 +48,8 @@ class Connection:
             self._reader = Reader(DEALER)
             first = [GREETING, DEALER.ready]
         else:
-            self._socket = place.connect(deadline_ms)
             self._reader = reader = place.reader()
+            self._socket = place.connect(deadline_ms)
             self._remote = place, reader
             first = [reader.hello]
         self._buffer = memoryview(bytearray(_RECEIVE_BYTES))

@@ -17,6 +17,8 @@ from kvcached_client.errors import DaemonSilent, DaemonUnreachable, ErrorCode, R
 _CREDENTIALS: Final = struct.Struct("iII")
 #: struct timeval
 _TIMEVAL: Final = struct.Struct("@ll")
+#: The longest wait of poll(2).
+DEADLINE_MS_MAX: Final = (1 << 31) - 1
 
 
 class Listener(NamedTuple):
@@ -54,13 +56,15 @@ def listener_of(connection: socket.socket) -> Listener:
 
 
 def check_deadline(deadline_ms: int) -> None:
-    """Refuse a deadline that has passed before anything is sent.
+    """Refuse a deadline that has passed before anything is sent, and one that is too far away to wait for.
 
     Raises:
-        ValueError: it is less than 1 ms.
+        ValueError: it is less than 1 ms, or more than `DEADLINE_MS_MAX`.
     """
     if deadline_ms < 1:
         raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
+    if deadline_ms > DEADLINE_MS_MAX:
+        raise ValueError(f"deadline_ms is {deadline_ms}, at most {DEADLINE_MS_MAX}, 24 days, is possible")
 
 
 def local_socket(path: str, kind: socket.SocketKind) -> socket.socket:

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, bad_value, request_error
-from kvcached_client.protocol.curve import CurveClient, KeyPair, NotLetIn, pair_of
+from kvcached_client.protocol.curve import CurveClient, KeyPair, NotLetIn, new_pair, pair_of
+from kvcached_client.protocol.greeting import ProtocolViolation
 from kvcached_client.protocol.key_files import key_of, key_text, read_key_file
 
 _ENDPOINT: Final = "tcp://HOST:PORT"
@@ -63,8 +64,12 @@ class RemoteDaemon(NamedTuple):
             )
         try:
             server = key_of(server_key)
-        except ValueError as error:
-            raise bad_value(f"the daemon's key {server_key!r} is none: {error}", "quote it in a shell") from None
+            CurveClient(new_pair(), server)  # not all that is written like a key is one
+        except (ValueError, ProtocolViolation) as error:
+            raise bad_value(
+                f"the daemon's key {server_key!r} is none: {error}",
+                "give what `kvcached keys show` prints on the daemon's machine, quoted in a shell",
+            ) from None
         return cls(endpoint, *address, server, pair_of(read_key_file(key_file)))
 
     def connect(self, deadline_ms: int) -> socket.socket:

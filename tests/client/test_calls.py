@@ -99,7 +99,7 @@ def test_connect_raises_what_the_daemon_says(daemon: FakeDaemon, connect: Connec
     assert (caught.value.code, caught.value.message, caught.value.fix) == (ErrorCode.POOL_BUSY, "no", "stop")
 
 
-@pytest.mark.parametrize(("setting", "value"), [("failures", "foo"), ("deadline_ms", 0)])
+@pytest.mark.parametrize(("setting", "value"), [("failures", "foo"), ("deadline_ms", 0), ("deadline_ms", 1 << 31)])
 def test_connect_refuses_settings_that_mean_nothing(run_dir: Path, setting: str, value: Any) -> None:
     """A misspelt way to fail, or no time at all, is refused before anything is asked, and never taken for a default."""
     with pytest.raises(ValueError, match=f"^{setting} is {value!r}, "):

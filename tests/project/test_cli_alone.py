@@ -18,7 +18,7 @@ from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
 GOOD = str(ROOT / "configs/cpu-tp2.toml")
-KEYS = ("--server-key", "0" * 40, "--key-file", "/no")
+KEYS = ("--server-key", "1" * 40, "--key-file", "/no")
 
 
 def run(*arguments: str) -> Result:
@@ -242,6 +242,10 @@ def test_cli_keys_refuses_what_is_no_key(tmp_path: Path, monkeypatch: pytest.Mon
         (["--endpoint", "tcp://[::1", "health"], "is no endpoint"),
         (["--endpoint", "tcp://a..b:1", *KEYS, "health"], "'tcp://a..b:1' is no endpoint"),
         (["--endpoint", "tcp://h:1", "--server-key", "short", "--key-file", "/no", "health"], "40 characters of Z85"),
+        (
+            ["--endpoint", "tcp://h:1", "--server-key", "0" * 40, "--key-file", "/no", "health"],
+            "a public key that is none",
+        ),
         (["--endpoint", "tcp://h:1", *KEYS, "health"], "key file /no: No such"),
     ],
 )

@@ -177,6 +177,17 @@ def test_host_that_no_resolver_takes_is_no_endpoint(host: str, tmp_path: Path) -
     assert refused.value.code == ErrorCode.BAD_VALUE
 
 
+def test_key_of_zeros_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    """Text that Z85 allows and that is no key of the curve is refused as a bad value, and nobody is connected to."""
+    key_file = tmp_path / "key"
+    write_key_file(key_file, LOOKER.secret)
+
+    with pytest.raises(RequestError, match=r"the daemon's key '0{40}' is none") as refused:
+        Admin.connect("tcp://127.0.0.1:1", server_key="0" * 40, key_file=key_file, deadline_ms=1000)
+
+    assert refused.value.code == ErrorCode.BAD_VALUE
+
+
 def test_nothing_is_served_in_the_clear(port: Port) -> None:
     """A peer that speaks as on the local socket gets the greeting, and then the end of its connection."""
     with socket.create_connection(("127.0.0.1", port.port), timeout=20) as peer:
