@@ -284,7 +284,8 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
                 once. The last attempt is made when the time is over.
 
         Raises:
-            ValueError: `failures` is neither "raise" nor "miss", `deadline_ms` is less than 1, or `wait_s` negative.
+            ValueError: `failures` is neither "raise" nor "miss", `deadline_ms` is less than 1 or more than 24 days, or
+                `wait_s` negative.
             NoCapacity: there are fewer free slots than `reserve_blocks`.
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
             Refused: the replica is unknown; its layout is another one; another session holds the pool, maybe one of

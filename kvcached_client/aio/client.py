@@ -54,7 +54,7 @@ class AsyncClient(ClientSteps):
 
     A task that is cancelled gives its call up, as after a missed deadline: a lease that comes too late is released.
 
-    Behind `CALLS_MAX` calls under way, others wait for their turn, in their order; their deadlines begin with it.
+    Behind 1016 calls under way, others wait for their turn, in their order; their deadlines begin with it.
 
     The loop does not wait for the daemon. What the daemon does not read is queued: the calls end at their deadlines,
     and the daemon reads what they have asked when it continues. Behind 64 MiB in the queue, a call fails at once, as
