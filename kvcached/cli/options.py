@@ -69,7 +69,8 @@ INTERVAL_S: Final = Seconds(0.1, 3600)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.", show_default=True)
 run_dir_option = click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    # A user with a role may pass the directory, not list it: the daemon's list of permissions says no more.
+    type=click.Path(path_type=Path, readable=False),
     envvar="KVCACHED_RUN_DIR",
     show_envvar=True,
     show_default="$RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR/kvcached, /tmp/kvcached-<uid>",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from tests.daemon.conftest import CONFIG as IMPATIENT
 from tests.daemon.conftest import started
 from tests.daemon.supervised import supervised
 from tests.line_process import LineProcess
+from tests.project.source_tree import ROOT
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 
@@ -114,6 +117,30 @@ def test_each_role_does_its_own_and_nothing_else(place: Path) -> None:
         with admin(STRANGER, run_dir) as stranger, attaching(run_dir, STRANGER) as engine:
             assert "may not pass" in stranger.ask("health")
             assert "Permission denied" in engine.hear()
+
+
+def command(uid: int, *arguments: str, gid: int | None = None) -> tuple[int, str]:
+    """The command `kvcached` as another user: its exit code, and both outputs."""
+    who = (str(uid), str(gid or uid))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.daemon.as_user", *who, "kvcached.cli.main", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_commands_of_each_role_find_the_run_directory_that_they_may_only_pass(place: Path) -> None:
+    """`kvcached --run-dir` serves operators and lookers, who may pass the directory and not list it; no stranger."""
+    with started(place, CONFIG + ACCESS) as daemon:
+        where = ("--run-dir", str(daemon.run_dir))
+        looked = command(LOOKER, "health", *where, gid=GROUP)
+        paused, drained = command(OPERATOR, "pause", *where), command(LOOKER, "drain", *where, gid=GROUP)
+        refused = command(STRANGER, "health", *where)
+
+    assert (looked[0], "the daemon runs as user root (0)" in looked[1]) == (0, True), looked
+    assert (paused[0], "paused" in paused[1]) == (0, True), paused
+    assert (drained[0], "needs the role operate" in drained[1]) == (2, True), drained
+    assert (refused[0], "belongs to user root (0)" in refused[1]) == (2, True), refused
 
 
 def test_stranger_whom_the_modes_let_in_is_refused_by_the_daemon(place: Path) -> None:
