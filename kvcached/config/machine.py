@@ -158,7 +158,6 @@ def _key_file(config: Config, path: Path) -> Iterator[Problem]:
         read_secret(path)
     except StorageUnusable as error:
         what, _, fix = str(error).removeprefix("encryption: ").partition("; ")
-        fix = fix or f"make one: (umask 077; openssl rand -hex 32 >{path})"
         yield config.places.problem(at, str(path), what, fix)
 
 

@@ -121,7 +121,16 @@ def problems_of(error: ValidationError, model: type[BaseModel], places: Places, 
         places: where the values come from.
         inside: the table that `model` describes.
     """
-    return [_problem(details, model, places, inside) for details in error.errors(include_url=False)]
+    every = error.errors(include_url=False)
+    return [_problem(each, model, places, inside) for each in every if not _is_consequence(each, every)]
+
+
+def _is_consequence(details: ErrorDetails, every: list[ErrorDetails]) -> bool:
+    """Whether an array is too short only because tables in it have mistakes of their own: these do not count in it."""
+    place = details["loc"]
+    return details["type"] == "too_short" and any(
+        other["loc"][: len(place)] == place and len(other["loc"]) > len(place) for other in every
+    )
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel], places: Places, inside: Location) -> Problem:

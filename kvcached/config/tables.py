@@ -183,9 +183,13 @@ def _path(value: object) -> object:
     return Path(value) if isinstance(value, str) else value
 
 
-def _beside_file(path: Path | None, info: ValidationInfo) -> Path | None:
+def _beside_file(path: Path, info: ValidationInfo) -> Path:
     directory: Path = (info.context or {}).get("directory", Path())
-    return None if path is None else (directory / path).absolute()
+    return (directory / path).absolute()
+
+
+#: A file that a relative path names from the folder of the configuration: the daemon may start in any other.
+FileBeside: TypeAlias = Annotated[Path, BeforeValidator(_path), AfterValidator(_beside_file)]
 
 
 class StorageConfig(Table):
@@ -245,7 +249,7 @@ class StorageConfig(Table):
         description="How blocks of engines in offload mode are stored: as the engine has them, for engines with as many"
         " shards only, or rearranged, so that engines of the same model with any number of shards read them.",
     )
-    key_file: Annotated[Path | None, BeforeValidator(_path), AfterValidator(_beside_file)] = Field(
+    key_file: FileBeside | None = Field(
         default=None,
         description="Encrypts all stored blocks and their names with the key in this file: 32 bytes, or 64"
         " hexadecimal digits; only its owner may have read permission. A relative path starts at this file's"

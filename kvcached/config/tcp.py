@@ -9,8 +9,7 @@ from pydantic.functional_validators import AfterValidator
 
 from kvcached.config.base_table import Table
 from kvcached.config.problems import mistake
-from kvcached.config.replica import FilePath
-from kvcached.config.tables import TcpAddress, parse_address
+from kvcached.config.tables import FileBeside, TcpAddress, parse_address
 from kvcached_client.protocol.key_files import key_of
 
 #: People, dashboards and routers of one node.
@@ -61,8 +60,9 @@ class TcpConfig(Table):
         description='Where: "ADDRESS:PORT", or "[ADDRESS]:PORT" for IPv6; an address of this machine, or "0.0.0.0" or'
         ' "[::]" for all of them. Needs kvcached-daemon[curve].',
     )
-    key_file: FilePath = Field(
-        description="File with the daemon's secret key, which only the daemon's user can read: `kvcached keys make`."
+    key_file: FileBeside = Field(
+        description="File with the daemon's secret key, which only the daemon's user can read: `kvcached keys make`. A"
+        " relative path starts at this file's directory."
     )
     client: Annotated[tuple[TcpClient, ...], AfterValidator(_all_different)] = Field(
         strict=False, min_length=1, description="The keys that are let in. There is no port without any."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,20 +38,42 @@ def read_secret(path: Path) -> bytes:
     """The key in a file: 32 bytes, or 64 hexadecimal digits.
 
     Raises:
-        StorageUnusable: there is no file, others may read it, or it holds no key.
+        StorageUnusable: there is no file, others may read it, or it holds no key. What to do stands behind "; ".
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise StorageUnusable(f"encryption: the key file {path}: {error.strerror}") from error
+        fix = _fix_of(error, path)
+        raise StorageUnusable(f"encryption: the key file {path}: {error.strerror}; {fix}") from error
     try:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode) or state.st_mode & 0o077 or state.st_uid not in (0, os.geteuid()):
-            raise StorageUnusable(f"encryption: {path} is to be a file that its owner alone can read: chmod 600 {path}")
+        _check_private(os.fstat(descriptor), path)
         content = os.read(descriptor, 1024)
     finally:
         os.close(descriptor)
     return _decoded(content, path)
+
+
+def _fix_of(error: OSError, path: Path) -> str:
+    """What to do where a key file cannot be opened. A command that writes is only for a path where nothing is."""
+    name = shlex.quote(str(path))
+    if isinstance(error, FileNotFoundError):
+        # `set -C`: the path may be another one by the time that somebody enters this, and a key is never replaced.
+        return f"make one: (umask 077; set -C; openssl rand -hex {SECRET_BYTES} >{name})"
+    if isinstance(error, PermissionError):
+        own = os.geteuid()
+        return f"run this as the daemon's user, or give the file to this one: chown {own} {name}"
+    return "name the file of a key"
+
+
+def _check_private(state: os.stat_result, path: Path) -> None:
+    own, name = os.geteuid(), shlex.quote(str(path))
+    if not stat.S_ISREG(state.st_mode):
+        raise StorageUnusable(f"encryption: {path} is no regular file; name the file of a key")
+    if state.st_uid not in (0, own):
+        what = f"{path} belongs to user {state.st_uid}, and this is user {own}"
+        raise StorageUnusable(f"encryption: {what}; run this as the daemon's user, or chown {own} {name}")
+    if state.st_mode & 0o077:
+        raise StorageUnusable(f"encryption: others than the owner of {path} may use it; chmod 600 {name}")
 
 
 def _decoded(content: bytes, path: Path) -> bytes:
@@ -63,7 +86,7 @@ def _decoded(content: bytes, path: Path) -> bytes:
     if len(secret) != SECRET_BYTES:
         raise StorageUnusable(
             f"encryption: {path} holds no key of {SECRET_BYTES} bytes or {2 * SECRET_BYTES} hexadecimal digits;"
-            f" make one: openssl rand -hex {SECRET_BYTES}"
+            f" name the file of a key; `openssl rand -hex {SECRET_BYTES}` prints a new one"
         )
     return secret
 

@@ -412,6 +412,10 @@ def test_config_key_file_is_beside_the_file(tmp_path: Path, written: str, meant:
     assert storage is not None
     assert str(storage.key_file) == meant.format(tmp_path)
 
+    tcp = load(tmp_path, GOOD + TCP.replace("daemon.key", written) + TCP_CLIENT).tcp
+    assert tcp is not None
+    assert str(tcp.key_file) == meant.format(tmp_path)
+
 
 def test_config_layout_from_model_config(tmp_path: Path) -> None:
     """A model's config.json beside the configuration gives the layout of one shard."""
@@ -544,3 +548,4 @@ def test_config_has_no_port_without_keys(tmp_path: Path, old: str, new: str, exp
         load(tmp_path, GOOD + (TCP + TCP_CLIENT).replace(old, new))
 
     assert expected in str(refused.value)
+    assert len(refused.value.problems) == 1, "one mistake, one line"

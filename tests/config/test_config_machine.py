@@ -98,13 +98,18 @@ def test_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     key.write_text("ab" * 32)
     text = STORAGE.replace("[storage]\n", f'[storage]\nkey_file = "{key}"\n', 1)
     key.chmod(0o644)
-    assert "chmod 600" in problems(tmp_path, text)[0]
+    assert "; chmod 600 key" in problems(tmp_path, text)[0]
+    assert ">" not in problems(tmp_path, text)[0]
 
     key.chmod(0o600)
     assert problems(tmp_path, text) == []
 
     key.write_text("short")
     assert "holds no key of 32 bytes" in problems(tmp_path, text)[0]
+    assert ">" not in problems(tmp_path, text)[0]
+
+    key.unlink()
+    assert "; make one: (umask 077; set -C; openssl rand -hex 32 >key)" in problems(tmp_path, text)[0]
 
 
 def test_key_file_of_the_tcp_port_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

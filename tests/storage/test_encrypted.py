@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +205,40 @@ def test_key_is_a_regular_file(tmp_path: Path) -> None:
     """A pipe does not make the start wait, and a missing file is named."""
     os.mkfifo(tmp_path / "pipe", 0o600)
 
-    with pytest.raises(StorageUnusable, match="is to be a file"):
+    with pytest.raises(StorageUnusable, match="is no regular file"):
         read_secret(tmp_path / "pipe")
     with pytest.raises(StorageUnusable, match="No such file"):
         read_secret(tmp_path / "none")
+
+
+def test_what_is_advised_never_overwrites_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where no file is, a command makes one, and refuses one that has come meanwhile; else nothing is written."""
+    path = tmp_path / "the key"
+
+    def advice() -> str:
+        with pytest.raises(StorageUnusable) as caught:
+            read_secret(path)
+        return str(caught.value).partition("; ")[2]
+
+    command = advice().removeprefix("make one: ").replace("openssl rand -hex 32", f"echo {SECRET.hex()}")
+    done = [subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode for _ in range(2)]
+    assert (done[0], done[1] != 0, read_secret(path)) == (0, True, SECRET)
+
+    path.chmod(0o644)
+    assert advice() == f"chmod 600 '{path}'"
+    path.chmod(0o600)
+    path.write_text("short")
+    assert (">" in advice(), "name the file of a key" in advice()) == (False, True)
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    another = os.stat_result((*path.stat()[:4], os.geteuid() + 1, *path.stat()[5:10]))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", lambda _: another)
+        assert advice() == f"run this as the daemon's user, or chown {os.geteuid()} '{path}'"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", partial(_denied, path))
+        assert advice().startswith("run this as the daemon's user, or give the file to this one: chown")
+
+
+def _denied(path: Path, *_: object) -> int:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
