@@ -224,9 +224,8 @@ def _text(report: StorageReport) -> str:
     if not report.backend:
         return "no storage is configured: add [storage], see docs/storage.md"
     lines = [f"{report.backend}: {report.state}; backup: {report.backup}"]
-    if report.blocks >= 0:
-        size, capacity = report.size_bytes // _MIB, report.capacity_bytes // _MIB
-        lines.append(f"{report.blocks} blocks, {size} of {capacity} MiB")
+    if filled := _filled(report):
+        lines.append(filled)
     if report.counters:
         lines.append(", ".join(f"{name} {count}" for name, count in sorted(report.counters.items())))
     if report.state == "read_only":
@@ -234,6 +233,17 @@ def _text(report: StorageReport) -> str:
     elif report.why:
         lines.append(f"last failure: {report.why} (its process was restarted {report.restarts} times)")
     return "\n".join(lines)
+
+
+def _filled(report: StorageReport) -> str:
+    """How full storage is, as far as the backend says so; -1 is a figure that is not known."""
+    size, capacity = report.size_bytes // _MIB, report.capacity_bytes // _MIB
+    told = [f"{report.blocks} blocks"] if report.blocks >= 0 else []
+    if report.size_bytes >= 0:
+        told.append(f"{size} of {capacity} MiB" if report.capacity_bytes >= 0 else f"{size} MiB")
+    elif report.capacity_bytes >= 0:
+        told.append(f"{capacity} MiB at most")
+    return ", ".join(told)
 
 
 @click.command(epilog=EPILOG)

@@ -21,7 +21,7 @@ from kvcached.config.problems import ConfigError, Location, Problem, problems_of
 from kvcached.config.schema import Config
 from kvcached.process.access import GROUP_SIGN, UnknownUser, resolve
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
-from kvcached.storage.disk.directory import DiskSettings, existing_part, refusal
+from kvcached.storage.disk.directory import CAPACITY_BYTES_MIN, DiskSettings, existing_part, refusal
 from kvcached.storage.encrypted import read_secret
 from kvcached.worker.messages import DESCRIPTORS_MAX
 from kvcached_client.doctor.memory_bounds import memory_bounds
@@ -143,10 +143,15 @@ def _disk(config: Config, *, is_restart: bool) -> Iterator[Problem]:
         yield places.problem((*_SETTINGS, "directory"), str(settings.directory), *refused)
         return
     system = os.statvfs(existing_part(settings.directory))
-    disk_bytes = system.f_frsize * system.f_blocks
+    disk_bytes, floor_bytes = system.f_frsize * system.f_blocks, settings.free_space_floor_bytes
     if settings.capacity_bytes > disk_bytes:
         what = f"is more than the whole file system of {settings.directory} has ({_size(disk_bytes)})"
         yield places.problem((*_SETTINGS, "capacity_bytes"), settings.capacity_bytes, what, "use a smaller capacity")
+    # Where floor and capacity together are too much, blocks are evicted sooner. This is about none being stored, ever.
+    elif floor_bytes + CAPACITY_BYTES_MIN > disk_bytes:
+        what = f"leaves no room on the whole file system of {settings.directory} ({_size(disk_bytes)})"
+        fix = "use a smaller floor, or a directory on a larger file system"
+        yield places.problem((*_SETTINGS, "free_space_floor_bytes"), floor_bytes, what, fix)
 
 
 def _key_file(config: Config, path: Path) -> Iterator[Problem]:

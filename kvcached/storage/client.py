@@ -215,7 +215,7 @@ class StorageLink:
     def _on_opened(self, opened: Opened | NotOpened) -> None:
         self.is_misconfigured = isinstance(opened, NotOpened) and opened.is_misconfigured
         if isinstance(opened, Opened) and self.state is LinkState.STARTING:
-            self.usage = (opened.blocks, *self.usage[1:])
+            self.usage = (opened.blocks, opened.size_bytes, opened.capacity_bytes)
             self.before_ready(partial(self._on_ready, self._process, opened))
 
     def _on_ready(self, process: StorageProcess | None, opened: Opened) -> None:

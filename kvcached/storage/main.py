@@ -127,8 +127,16 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage, timeo
     os.nice(NICENESS)
     capabilities = backend.capabilities
     executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
-    blocks = finished(Done(sequence=0), backend).blocks
-    say(Opened(persistent=capabilities.persistent, threads=capabilities.threads, blocks=blocks))
+    full = finished(Done(sequence=0), backend)
+    say(
+        Opened(
+            persistent=capabilities.persistent,
+            threads=capabilities.threads,
+            blocks=full.blocks,
+            size_bytes=full.size_bytes,
+            capacity_bytes=full.capacity_bytes,
+        )
+    )
     while (packet := wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)) is not None:
         executor.submit(answer, decode_request(packet.data))
     _log.info("ending: the daemon has closed the connection")

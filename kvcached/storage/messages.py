@@ -123,12 +123,14 @@ class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The backend is open.
 
     Attributes:
-        blocks: how many it has; -1 where that is not known.
+        blocks, size_bytes, capacity_bytes: how full it is; -1 where that is not known.
     """
 
     persistent: bool
     threads: int
     blocks: int = -1
+    size_bytes: int = -1
+    capacity_bytes: int = -1
 
 
 class NotOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="not_opened"):

@@ -49,6 +49,11 @@ BAD = {
     "unknown setting": ("capacity_bytes", "capacity_byte", "storage.settings.capacity_byte = "),
     "tiny capacity": ('"64MiB"', "1", ":11: storage.settings.capacity_bytes = 1: is too small; give a size from 4MiB"),
     "capacity": ('"64MiB"', '"512TiB"', ": is more than the whole file system of disk has ("),
+    "floor": (
+        '"64MiB"',
+        '"64MiB"\nfree_space_floor_bytes = "512TiB"',
+        ": leaves no room on the whole file system of disk (",
+    ),
     "file as directory": ("{disk}", "/proc/version/x", "cannot be made: /proc/version cannot be written"),
     "key file": (
         "[storage]\n",
@@ -80,6 +85,22 @@ def test_storage_that_can_be_opened_is_not_refused(tmp_path: Path) -> None:
     (tmp_path / "disk/lock").touch()
 
     assert problems(tmp_path, STORAGE) == []
+
+
+def test_disk_smaller_than_the_usual_floor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the floor that nobody wrote leaves no room, the start is refused; where it leaves some, it is not."""
+    system = os.statvfs(tmp_path)
+
+    def disk_of(size_bytes: int) -> list[str]:
+        blocks = size_bytes // system.f_frsize
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*system[:2], blocks, *system[3:])))
+        return problems(tmp_path, STORAGE)
+
+    (problem,) = disk_of(GIB)
+    assert ":9: storage.settings.free_space_floor_bytes = 1073741824: leaves no room" in problem
+    assert "(1.0GiB); use a smaller floor, or a directory on a larger file system" in problem
+    assert disk_of(GIB + (3 << 20)) != []
+    assert disk_of(GIB + (64 << 20)) == []
 
 
 def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:

@@ -215,9 +215,28 @@ def test_storage_that_somebody_else_has_is_waited_for(tmp_path: Path) -> None:
         until(lambda: report(daemon).state == "ready")
 
 
+def test_storage_says_how_full_it_is_before_anything_is_written(tmp_path: Path) -> None:
+    """After each start the sizes are known: those of an empty disk, and those of one with blocks."""
+    text = with_storage(tmp_path / "disk")
+    with started(tmp_path, text) as daemon:
+        empty = report(daemon)
+        assert (empty.blocks, empty.size_bytes, empty.capacity_bytes) == (0, 0, 8 << 20)
+        with connected(daemon) as engine:
+            engine.store("a", BLOCKS)
+            backed_up(daemon, BLOCKS)
+            size_bytes = report(daemon).size_bytes
+    with started(tmp_path, text) as daemon:
+        full = report(daemon)
+
+    assert (full.blocks, full.size_bytes, full.capacity_bytes) == (BLOCKS, size_bytes, 8 << 20)
+    assert size_bytes > 0
+
+
 def test_storage_that_can_write_nothing_says_so(tmp_path: Path) -> None:
     """Storage that works but takes no block is not called ready, and the reason is shown."""
-    text = with_storage(tmp_path / "disk").replace("free_space_floor_bytes = 0", f"free_space_floor_bytes = {1 << 49}")
+    system = os.statvfs(tmp_path)
+    floor_bytes = system.f_blocks * system.f_frsize - (8 << 20)  # a larger one is refused at the start
+    text = with_storage(tmp_path / "disk").replace("floor_bytes = 0", f"floor_bytes = {floor_bytes}")
     with started(tmp_path, text) as daemon, connected(daemon) as engine:
         engine.store("a", BLOCKS)
         until(lambda: report(daemon).state == "read_only")

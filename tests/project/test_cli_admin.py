@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 import kvcached_client
 from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
+from kvcached_client.protocol.admin import StorageReport
 from kvcached_client.protocol.engine import (
     Drained,
     LogLevelSet,
@@ -134,6 +135,30 @@ def test_cli_exit_code_tells_that_something_is_left(
     admin.reply = reply
 
     assert run(command, *output).exit_code == ExitCode.UNHEALTHY
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size_bytes", "capacity_bytes", "line"),
+    [
+        (49, 3 << 20, 8 << 20, "49 blocks, 3 of 8 MiB"),
+        (49, -1, -1, "49 blocks"),
+        (-1, 3 << 20, -1, "3 MiB"),
+        (49, -1, 8 << 20, "49 blocks, 8 MiB at most"),
+        (-1, -1, -1, "counted 1"),
+    ],
+)
+def test_cli_storage_leaves_out_what_the_backend_does_not_know(
+    blocks: int, size_bytes: int, capacity_bytes: int, line: str, admin: FakeAdmin
+) -> None:
+    """How full storage is stands there as far as it is known, and no figure of -1."""
+    admin.reply = StorageReport(
+        id=1, backend="disk", state="ready", why="", backup="every", restarts=0,
+        blocks=blocks, size_bytes=size_bytes, capacity_bytes=capacity_bytes, counters={"counted": 1},
+    )  # fmt: skip
+    printed = run("storage").stdout
+
+    assert printed.splitlines()[1] == line
+    assert "-1" not in printed
 
 
 def test_cli_set_weights_says_why_it_was_refused(admin: FakeAdmin) -> None:

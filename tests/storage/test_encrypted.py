@@ -221,7 +221,7 @@ def test_what_is_advised_never_overwrites_a_key(tmp_path: Path, monkeypatch: pyt
         return str(caught.value).partition("; ")[2]
 
     command = advice().removeprefix("make one: ").replace("openssl rand -hex 32", f"echo {SECRET.hex()}")
-    done = [subprocess.run(["sh", "-c", command], capture_output=True, check=False).returncode for _ in range(2)]
+    done = [subprocess.run(["/bin/sh", "-c", command], capture_output=True, check=False).returncode for _ in range(2)]
     assert (done[0], done[1] != 0, read_secret(path)) == (0, True, SECRET)
 
     path.chmod(0o644)

@@ -21,6 +21,8 @@ PROBE_NAME: Final = "probe"
 #: Names of files of a directory that was used, where a process was killed while there was no index.
 _OWN: Final = re.compile(rf"{_LOCK_NAME}|{re.escape(INDEX_NAME)}.*|.*\.slots|{PROBE_NAME}|generations\.json(\.new)?")
 _MODE: Final = 0o700
+#: The smallest `capacity_bytes`. A file system that the floor leaves less of never takes a block.
+CAPACITY_BYTES_MIN: Final = 4 << 20
 
 
 def _absolute(path: Path) -> Path:
@@ -38,7 +40,7 @@ class DiskSettings(BaseModel):
         description="Where the files are. Created if it does not exist; an existing one must be empty or created by"
         " this backend."
     )
-    capacity_bytes: Annotated[int, Field(ge=4 << 20, le=1 << 50), SIZE] = Field(
+    capacity_bytes: Annotated[int, Field(ge=CAPACITY_BYTES_MIN, le=1 << 50), SIZE] = Field(
         description="Space of all files on the file system, index included. The least recently used blocks are evicted"
         " to stay below it.",
     )
