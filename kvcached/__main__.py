@@ -27,11 +27,21 @@ def run() -> None:
         main()
     except _OutputLost as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit tries to write the rest
+        if error.has_no_reader:
+            sys.exit(ExitCode.NO_READER)
         fail(ExitCode.USAGE, f"the output cannot be written: {error}")
 
 
 class _OutputLost(Exception):
-    """What a command prints could not be written. No `OSError`: commands expect these of other files."""
+    """What a command prints could not be written.
+
+    No `OSError`: commands expect these of other files, and click and rich end a program whose reader has gone with 1,
+    which here would mean that a problem was found.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.has_no_reader = error.errno == errno.EPIPE
 
 
 class _Stdout(io.FileIO):
@@ -39,9 +49,7 @@ class _Stdout(io.FileIO):
         try:
             return super().write(cast("bytes", data))
         except OSError as error:
-            if error.errno == errno.EPIPE:  # nobody reads it: click ends the command without a word
-                raise
-            raise _OutputLost(error.strerror) from error
+            raise _OutputLost(error) from error
 
 
 def _told(stdout: io.TextIOWrapper) -> io.TextIOWrapper:

@@ -33,6 +33,7 @@ class ExitCode(IntEnum):
     START_FAILED = 3
     UNREACHABLE = 4
     INTERRUPTED = 130
+    NO_READER = 141
 
     @property
     def meaning(self) -> str:
@@ -48,6 +49,7 @@ _MEANINGS = {
     ExitCode.START_FAILED: "the start failed; every process that was started has ended",
     ExitCode.UNREACHABLE: "no daemon answered in time",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C; a demo also by SIGTERM (143) or SIGHUP (129)",
+    ExitCode.NO_READER: "nobody reads the output any more, as behind head; a shell says the same of SIGPIPE",
 }
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"{code.value:>5}  {code.meaning}" for code in ExitCode)
 

@@ -278,13 +278,29 @@ def test_cli_says_that_its_output_cannot_be_written(arguments: list[str], unbuff
     assert result.stderr == "kvcached: the output cannot be written: No space left on device\n"
 
 
-def test_cli_without_a_reader_ends_without_a_word() -> None:
-    """A reader that has gone, as `head` does, is no error to tell of."""
+#: A command that prints by rich, which has its own opinion of such readers; a daemon answers.
+_BY_RICH = """
+import sys
+import kvcached_client
+from kvcached.__main__ import run
+from tests.project.admins import FakeAdmin
+from tests.project.test_cli import REPLIES
+
+kvcached_client.Admin = FakeAdmin()
+kvcached_client.Admin.reply = REPLIES["stats"]
+sys.argv[1:] = ["what-if"]
+run()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["-m", "kvcached", "version"], ["-c", _BY_RICH]], ids=["click", "rich"])
+def test_cli_without_a_reader_ends_as_by_sigpipe(arguments: list[str]) -> None:
+    """A reader that has gone, as `head` does, is no error to tell of, and no problem that was found: 141."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "kvcached", "version"],
+            [sys.executable, *arguments],
             cwd=ROOT,
             env=clean_environment(),
             stdout=writing,
@@ -295,4 +311,4 @@ def test_cli_without_a_reader_ends_without_a_word() -> None:
     finally:
         os.close(writing)
 
-    assert result.stderr == b""
+    assert (result.returncode, result.stderr) == (ExitCode.NO_READER, b"")
