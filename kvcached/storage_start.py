@@ -106,9 +106,9 @@ def keep_record(
     service: Service, link: StorageLink, record: Record | None, writer: RecordWriter | None, layout: StorageLayout
 ) -> None:
     """Go on where the record of generations ends: forget what is due, and have the record kept."""
-    service.recorder.forgets = lambda: link.due
+    service.state_writer.recorder.forgets = lambda: link.due
     if writer is not None:
-        service.recorder.use(writer, layout)
+        service.state_writer.recorder.use(writer, layout)
     if record is not None:
         _take_in(service, link, record)
 
@@ -120,7 +120,7 @@ def follow_record(service: Service, link: StorageLink, record: Record) -> None:
 
 
 def _take_in(service: Service, link: StorageLink, record: Record) -> None:
-    service.recorder.found(record)
+    service.state_writer.recorder.found(record)
     for prefix in record.forgets:
         link.forget(bytes.fromhex(prefix), note_forgotten)
 

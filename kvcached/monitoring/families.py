@@ -37,6 +37,7 @@ class Snapshot(NamedTuple):
         request_times, copy_times: how long requests and copies take.
         waiting: replies that are owed, by what they wait for.
         attach_refusals: requests that were refused at the attach socket, by code.
+        is_ledger_missing: whether the ledger cannot be written.
     """
 
     stats: StatsReport
@@ -48,6 +49,7 @@ class Snapshot(NamedTuple):
     copy_times: CopyTimes
     waiting: Mapping[str, int]
     attach_refusals: Mapping[ErrorCode, int]
+    is_ledger_missing: bool
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
@@ -94,6 +96,8 @@ def _daemon(snapshot: Snapshot) -> Iterator[Metric]:
     yield _one("uptime_seconds", "Since the daemon's start.", stats.uptime_ms / 1000)
     states = [((str(state),), float(stats.state == state)) for state in DaemonState]
     yield _gauge("state", "1 for the state that the daemon is in, 0 for the others.", states, ("state",))
+    missing = "1 while the ledger cannot be written, so that a crash would lose the cache."
+    yield _one("ledger_missing", missing, snapshot.is_ledger_missing)
     yield _one("offload_paused", "1 while engines in offload mode start no copies.", stats.offload_paused)
     yield _one("sessions", "Open sessions of engines.", stats.sessions)
     yield _one("index_runs", "Runs in the index; a run is a stretch of a prompt without a branch.", stats.runs)

@@ -165,6 +165,7 @@ class DaemonPages:
             copy_times=self._service.copy_times,
             waiting=self._service.waiting(),
             attach_refusals=self._attach_refusals,
+            is_ledger_missing=bool(self._service.state_writer.trouble),
         )
 
     def _ask(self, kind: type[R], request: wire.Request) -> R:

@@ -121,10 +121,9 @@ class Service:
         self._stories = RequestStories(self._groups)
         self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms)
         self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms)
-        self._state_writer = StateWriter(
+        self.state_writer = StateWriter(
             cache, self._replicas, self._groups, self._offload_admission, state_place, later
         )
-        self.recorder = self._state_writer.recorder
         self._claims = HostClaims(headers, self._replicas, self._offload_admission, cache)
         host_memory = HostMemoryCheck(cache, headers, self._replicas, self._claims.geometry)
         self.storage = StorageVerbs(
@@ -132,7 +131,8 @@ class Service:
         )
         self.health = HealthRequests(
             cache, self._replicas, self._pending, now_ms, settle=self._settle, drain_state=self._drain_state,
-            more=lambda: [*host_memory.parts(), *self.storage.health()], before_probe=self._device_blocks.write,
+            more=lambda: [*host_memory.parts(), *self.storage.health(), *self.state_writer.health()],
+            before_probe=self._device_blocks.write,
         )  # fmt: skip
         self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms, self.copy_times)
         engines = EngineVerbs(
@@ -141,7 +141,7 @@ class Service:
         )  # fmt: skip
         self._engine_pools = engine_pools or EnginePools(0)
         self.clears = Clears(
-            cache, self._replicas, self._pending, self.recorder,
+            cache, self._replicas, self._pending, self.state_writer.recorder,
             own_session=self._offload.own_session, carry_out=self.carry_out, cleared=self._engine_pools.cleared,
         )  # fmt: skip
         self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self.clears, now_ms)
@@ -245,14 +245,14 @@ class Service:
         while effects:
             self._carry_out(effects.pop(0))
             self._device_blocks.write()
-        self._state_writer.keep()
+        self.state_writer.keep()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case SlabAllocated() | SlotsHandedOut():
                 self._claims.write(effect)
             case StartTransfer():
-                self._state_writer.keep()
+                self.state_writer.keep()
                 replica = self._replicas[effect.pool]
                 self.copy_times.ordered(effect, replica.layout.bytes_per_block() * replica.layout.shards)
                 replica.workers.start(effect, partial(self._on_settled, effect.transfer))
@@ -321,7 +321,7 @@ class Service:
         """An event that no request caused: time, deaths, workers."""
         self._cache.handle(event)
         self.copy_times.heard(event)
-        self._state_writer.heard(event)
+        self.state_writer.heard(event)
         self.carry_out()
         self._settle()
 
@@ -350,7 +350,7 @@ class Service:
         """
         if not self._offload.owns(session_id):
             joined_pool = self._admission.join(peer, session_id, token, shard)
-            self._state_writer.keep()
+            self.state_writer.keep()
             return joined_pool
         joined = self._offload_admission.join(peer, session_id, token, shard)
         self.carry_out()
@@ -386,7 +386,7 @@ class Service:
     def leave(self, peer: Peer) -> None:
         """A shard process no longer uses its pool."""
         self._forget(self._admission.leave(peer))
-        self._state_writer.keep()
+        self.state_writer.keep()
 
     def peer_closed(self, peer: Peer) -> bool:
         """A process closed its connection, but may live. Returns whether a session needs it watched."""

@@ -18,7 +18,15 @@ from msgspec import UNSET, structs
 
 from kvcached.config.tables import StorageLayout
 from kvcached.core.cache import Cache
-from kvcached.core.messages import BlocksUncached, Event, SlabAllocated, SlotsHandedOut, StorageLost, StorageReady
+from kvcached.core.messages import (
+    BlocksUncached,
+    Event,
+    SlabAllocated,
+    SlotsHandedOut,
+    StorageLost,
+    StorageReady,
+    Ticked,
+)
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import NO_MEMORY
 from kvcached.process.identity import pid_namespace
@@ -37,7 +45,13 @@ from kvcached.service.pending import Later
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EngineGroup, EngineGroups
 from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.protocol.engine import HealthPart
 from kvcached_client.types import SessionId
+
+#: No version of the state.
+_NOTHING: Final = (-1, -1)
+#: Where an outdated ledger stays: the next daemon would believe it.
+_STOP_FIRST: Final = "stop the daemon in order and delete it before the next start"
 
 _log: Final = logging.getLogger(__name__)
 
@@ -80,6 +94,7 @@ class StateWriter:
 
     Attributes:
         recorder: of generations.
+        trouble: why the ledger cannot be written; empty while it can.
     """
 
     def __init__(
@@ -97,14 +112,22 @@ class StateWriter:
         self._offload_admission = admission
         self._state_place = state_place
         self.recorder = Recorder(cache.generations, later)
-        self._written = (-1, -1)
+        self.trouble = ""
+        self._written = _NOTHING
 
     def heard(self, event: Event) -> None:
-        """Storage is ready: write the record of generations to it, until it is lost."""
+        """Storage is ready: write the record of generations to it, until it is lost. With time, try again."""
         if isinstance(event, StorageReady):
             self.recorder.open()
         elif isinstance(event, StorageLost):
             self.recorder.close()
+        elif isinstance(event, Ticked) and self.trouble:
+            self._written = _NOTHING  # once in a tick and not for each request, which waits for the attempt
+
+    def health(self) -> list[HealthPart]:
+        """A failed part while the ledger cannot be written. It tells of the last attempt, and makes none."""
+        detail = f"cannot be written, so a crash would lose the cache: {self.trouble}"
+        return [HealthPart(part="ledger", ok=False, detail=detail)] if self.trouble else []
 
     def keep(self) -> None:
         """Write the state if it has changed, before the reply or order that depends on it.
@@ -118,15 +141,27 @@ class StateWriter:
         try:
             self._state_place.file.write(self._ledger(self._state_place))
         except OSError as error:
-            _log.error("the ledger cannot be written; a crash would lose the cache: %s", error)
-            self._remove(self._state_place)
+            self._fail(self._state_place, error)
+        else:
+            if self.trouble:
+                _log.info("the ledger is written again")
+            self.trouble = ""
         self._written = version
 
-    def _remove(self, state_place: StatePlace) -> None:
+    def _fail(self, state_place: StatePlace, error: OSError) -> None:
+        """Remove the ledger, which is outdated. What is wrong is logged once, not for each attempt."""
+        trouble, left = f"{error.strerror or error}; see to the run directory", ""
         try:
             state_place.file.remove()
-        except OSError as error:
-            _log.critical("nor removed; stop the daemon in order and delete it before the next start: %s", error)
+        except OSError as also:
+            left = also.strerror or str(also)
+            trouble += f". The outdated one cannot be removed: {left}; {_STOP_FIRST}"
+        if trouble == self.trouble:
+            return
+        self.trouble = trouble
+        _log.error("the ledger cannot be written; a crash would lose the cache: %s", error)
+        if left:
+            _log.critical("nor removed; %s: %s", _STOP_FIRST, left)
 
     def _ledger(self, state_place: StatePlace) -> Ledger:
         namespaces = tuple(self._namespaces())

@@ -25,7 +25,7 @@ def lease_granted_while_draining(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/service/test_state_writer.py::test_clear_is_durable_before_its_reply")
 def ledger_behind_the_replies(patch: pytest.MonkeyPatch) -> None:
     """What a successor has to know is not written before the reply that tells of it."""
-    rewrite(patch, Service.carry_out, "self._state_writer.keep()", "pass")
+    rewrite(patch, Service.carry_out, "self.state_writer.keep()", "pass")
 
 
 @caught_by("tests/service/test_service.py::test_bye_while_shards_live_frees_nothing_yet")

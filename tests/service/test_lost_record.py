@@ -79,7 +79,7 @@ def test_write_that_failed_may_have_been_read_by_another_daemon() -> None:
     """The file may be replaced though its write was reported as failed: the generation in it is not gone on with."""
     engines = Engines()
     engines.office.cache.offload.namespaces.clear(engines.office.cache.offload.namespaces.by_root[engines.root])
-    engines.office.service.recorder.keep()
+    engines.office.service.state_writer.recorder.keep()
     engines.writer.end("the directory cannot be synced")
     engines.office.service.on_event(StorageLost())
     generation = engines.generation()

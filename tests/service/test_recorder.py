@@ -183,7 +183,7 @@ def test_what_is_to_be_forgotten_is_written_with_the_generation(rig: Rig) -> Non
 def with_storage(office: Office) -> FakeWriter:
     """Its storage has been opened, and the record is on the device."""
     writer = FakeWriter()
-    office.service.recorder.use(writer)
+    office.service.state_writer.recorder.use(writer)
     office.service.on_event(StorageReady())
     while writer.under_way:
         writer.end()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from kvcached.config.tables import StorageLayout
+from kvcached.core.messages import Ticked
 from kvcached.core.restart.restore import RestoredCache
 from kvcached.process.identity import ProcessIdentity
 from kvcached.recovery.state_file import HostPoolRecord, Ledger, LedgerFile, boot_id, read_ledger
@@ -19,8 +20,10 @@ from kvcached.service.sessions import FoundSession
 from kvcached.service.state_writer import StatePlace
 from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry
 from kvcached_client.protocol import engine as wire
+from tests.monitoring.registry import metrics_of
 from tests.service.office import EPOCH, ONE, SLAB_BYTES, FakePeer, Office, key_chain
 from tests.service.offload_office import BLOCK_BYTES, INSTANCE, OffloadOffice, slots_in
+from tests.service.test_service import health
 
 RECORD = HostPoolRecord(device=1, inode=2, slabs=4, slab_bytes=SLAB_BYTES, allocated={})
 
@@ -185,13 +188,44 @@ def test_ledger_that_cannot_be_written_is_removed(
     """An outdated ledger would be believed; without one the next start is cold. The engine is served all the same."""
     ledger_at_reply(office, path, office.hello_offload(process(1)))
 
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(LedgerFile, "write", fail)
+    monkeypatch.setattr(LedgerFile, "write", _no_space)
     office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
     assert not path.exists()
     assert "cannot be written" in caplog.text
+
+
+def test_health_says_that_the_ledger_cannot_be_written_until_it_is_again(
+    office: OffloadOffice, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full run directory fails the health check and is logged once; with time the ledger is written again."""
+    caplog.set_level("INFO")
+    office.attach(process(1))
+    with monkeypatch.context() as full:
+        full.setattr(LedgerFile, "write", _no_space)
+        for number in (1, 2, 3):
+            office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+            office.service.on_event(Ticked(office.now_ms + number))
+        (part,) = failed_parts(office)
+        assert (part.part, "No space left on device" in part.detail, missing(office)) == ("ledger", True, 1)
+    assert caplog.text.count("the ledger cannot be written") == 1
+    office.service.on_event(Ticked(office.now_ms + 4))
+
+    assert path.exists()
+    assert (failed_parts(office), missing(office)) == ([], 0)
+    assert caplog.text.count("the ledger is written again") == 1
+
+
+def failed_parts(office: OffloadOffice) -> list[wire.HealthPart]:
+    """What `health` finds wrong."""
+    return [part for part in health(office).parts if not part.ok]
+
+
+def missing(office: OffloadOffice) -> float:
+    return metrics_of(office)["kvcached_ledger_missing"].samples[0].value
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_ledger_that_cannot_be_removed_either_stops_nobody(
