@@ -34,6 +34,7 @@ from kvcached.core.messages import (
 from kvcached.core.namespaces import Namespaces, NamespaceSpec, PoolSpec, Trees
 from kvcached.core.offload import Offload
 from kvcached.core.pins import Pins
+from kvcached.core.refusals import Why
 from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.sleep import Sleeps
 from kvcached.core.slots.announced import Announced
@@ -324,7 +325,7 @@ class Cache:
         if offload is not None and offload.state is SessionState.ACTIVE:
             self.offload.lose_member(offload)
         elif session is not None and session.state is SessionState.ACTIVE:
-            self.managed.expire(session)
+            self.managed.expire(session, Why.SESSION_LOST_MEMBER)
 
     def _on_ticked(self, now_ms: int) -> None:
         """Expire sessions that went silent. A tick that comes late itself (a suspended machine) expires nobody."""

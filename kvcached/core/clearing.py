@@ -14,6 +14,7 @@ from kvcached.core.index import announcements
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import ClearingEnded
+from kvcached.core.refusals import Why
 from kvcached.core.slots.states import SessionState, SlotState
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage import StorageTier
@@ -50,7 +51,7 @@ class Clearings:
         sessions: dict[SessionId, ManagedSession],
         worker_copies: WorkerCopies,
         storage: StorageTier,
-        expire: Callable[[ManagedSession], None],
+        expire: Callable[[ManagedSession, Why], None],
         locks: PrefixLocks,
     ) -> None:
         self.version = 0
@@ -77,7 +78,7 @@ class Clearings:
             if session.tree is tree:
                 session.void()
                 if session.state is SessionState.ACTIVE:
-                    self._expire(session)
+                    self._expire(session, Why.SESSION_CLEARED)
                 session.forget_unstored()
         for pool in tree.pools:
             self._worker_copies.fail_queued(pool, f"the namespace of {pool.name} is being cleared")

@@ -98,10 +98,10 @@ class Managed:
         session.signal(fence)
         return session
 
-    def expire(self, session: ManagedSession) -> None:
+    def expire(self, session: ManagedSession, over: Why = Why.SESSION_SILENT) -> None:
         """Its leases are over, but its processes may live: what they could write waits for their death."""
         self._locks.leave(session.id)
-        session.expire(self._worker_copies.cut_off)
+        session.expire(self._worker_copies.cut_off, over)
         session.counters["sessions_expired"] += 1
         self._effects.append(SessionExpired(session.id, slot_count(session.quarantined)))
 

@@ -122,11 +122,11 @@ class ManagedSession(Session):
         if not self.declaring and fence >= self.inherited_fence:
             self.thaw()
 
-    def expire(self, cut_off: CutOff) -> None:
+    def expire(self, cut_off: CutOff, over: Why) -> None:
         """Its leases are over, but its processes may live: what they could write is quarantined."""
         self.thaw()
         self.quarantined.extend(self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}", cut_off))
-        self.enter(SessionState.EXPIRED)
+        self.enter_expired(over)
 
     def restore(self) -> None:
         """It is from before a restart: it could write every slot that is not known to be cached, and use the others."""

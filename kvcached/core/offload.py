@@ -113,11 +113,11 @@ class Offload:
     def lose_member(self, session: OffloadSession) -> None:
         """One of its processes is gone, others may still copy: the session is over, once they have nothing to copy."""
         if session.transfers:
-            self.expire(session)
+            self.expire(session, Why.SESSION_LOST_MEMBER)
         else:
             self.end(session)
 
-    def expire(self, session: OffloadSession) -> None:
+    def expire(self, session: OffloadSession, over: Why = Why.SESSION_SILENT) -> None:
         """Its leases are over. What its processes may still read stays as it is, what they may write is set aside.
 
         Where there is neither, nothing of it is left.
@@ -130,7 +130,7 @@ class Offload:
                 copy.fail(_OVER)
                 self._copies.end(session, copy, SlotState.QUARANTINED)
         self.namespaces.drop_retired()
-        session.enter(SessionState.EXPIRED)
+        session.enter_expired(over)
         self._counters["sessions_expired"] += 1
         self._effects.append(SessionExpired(session.id, sum(slot_count(slots) for _, slots in session.quarantined)))
         if not session.transfers and not session.quarantined:

@@ -43,7 +43,9 @@ class Why(Enum):
     COPIES_PAUSED = "copies_paused", ErrorCode.PAUSED
     DECLARED_ALREADY = "declared_already", ErrorCode.REQUEST_CONFLICT
     REQUEST_IN_USE = "request_in_use", ErrorCode.REQUEST_CONFLICT
-    SESSION_EXPIRED = "session_expired", ErrorCode.SESSION_EXPIRED
+    SESSION_CLEARED = "session_cleared", ErrorCode.SESSION_EXPIRED
+    SESSION_LOST_MEMBER = "session_lost_member", ErrorCode.SESSION_EXPIRED
+    SESSION_SILENT = "session_silent", ErrorCode.SESSION_EXPIRED
     STALE_EPOCH = "stale_epoch", ErrorCode.STALE_EPOCH
     STILL_LOADING = "still_loading", ErrorCode.STILL_LOADING
     NO_SUCH_LEASE = "no_such_lease", ErrorCode.UNKNOWN_LEASE

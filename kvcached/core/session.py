@@ -76,6 +76,7 @@ class Session:
         block_size: tokens per block.
         last_heard_ms: time of the last heartbeat, or of its start.
         state: see `SessionState`.
+        over: why an expired session is over: what whoever still asks for it is told.
         leases: what its requests hold.
     """
 
@@ -83,11 +84,17 @@ class Session:
     last_heard_ms: int
     block_size: int = field(kw_only=True)
     state: SessionState = field(default=SessionState.ACTIVE, kw_only=True)
+    over: Why = field(default=Why.SESSION_SILENT, kw_only=True)
     leases: Leases[Any] = field(default_factory=Leases, kw_only=True)
 
     def enter(self, state: SessionState) -> None:
         """Go along an edge of `SESSION_TRANSITIONS`."""
         self.state = follow(SESSION_TRANSITIONS, self.state, state, f"session {self.id}")
+
+    def enter_expired(self, over: Why) -> None:
+        """Expire for a reason."""
+        self.over = over
+        self.enter(SessionState.EXPIRED)
 
     def hit_limit(self, keys: bytes, tokens: int, *, full: bool) -> int:
         """How many blocks of a prompt may be a hit: one token is left to compute, unless `full`.
@@ -154,9 +161,13 @@ class Sessions(dict[SessionId, SessionT], Generic[SessionT, LeaseT]):
         session = self.get(session_id)
         if session is None:
             raise Refusal(Why.NO_SUCH_SESSION, session=session_id)
-        if session.state is not SessionState.ACTIVE:
-            raise Refusal(Why.SESSION_EXPIRED, session=session_id, ttl_ms=self._ttl_ms)
-        return session
+        if session.state is SessionState.ACTIVE:
+            return session
+        if session.over is Why.SESSION_CLEARED:
+            raise Refusal(Why.SESSION_CLEARED, session=session_id)
+        if session.over is Why.SESSION_LOST_MEMBER:
+            raise Refusal(Why.SESSION_LOST_MEMBER, session=session_id)
+        raise Refusal(Why.SESSION_SILENT, session=session_id, ttl_ms=self._ttl_ms)
 
     def lease(self, leases: Leases[LeaseT], lease_id: LeaseId) -> LeaseT:
         """One of a session's leases.

@@ -133,8 +133,16 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
         "request {request!r} already holds lease {lease}, acquired for something else or in use",
         "release that lease first, or give every request an id of its own",
     ),
-    Why.SESSION_EXPIRED: (
-        "session {session} sent no heartbeat for {ttl_ms} ms, or lost one of its processes",
+    Why.SESSION_CLEARED: (
+        "session {session} is over: the namespace was cleared",
+        "stop using its slots, close the client and connect again",
+    ),
+    Why.SESSION_LOST_MEMBER: (
+        "session {session} is over: one of its processes has ended",
+        "stop using its slots, end its other processes, close the client and connect again",
+    ),
+    Why.SESSION_SILENT: (
+        "session {session} sent no heartbeat for {ttl_ms} ms",
         "stop using its slots, end its processes, close the client and connect again",
     ),
     Why.STALE_EPOCH: (

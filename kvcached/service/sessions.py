@@ -330,7 +330,7 @@ class EngineGroups:
         if group is None:
             raise request_error(
                 ErrorCode.NO_SESSION,
-                "this connection has no session, or none any more: it was silent for too long, or a worker was lost",
+                "this connection has no session, or none any more: it was silent for too long, or lost a process",
                 "close the client and connect again",
             )
         return group

@@ -8,6 +8,7 @@ import pytest
 
 from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost, MembersDied, SessionEnded, SessionExpired, Ticked, WorkerDied
+from kvcached.core.refusals import Refusal, Why
 from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState
 from kvcached_client.types import FenceSequence, LeaseId
 from tests.core.engine import EPOCH, TTL_MS, Engine, keys_of, refused, snapshot, states
@@ -94,6 +95,9 @@ def test_lost_member_quarantines_until_the_last_is_dead(cache: Cache) -> None:
     assert states(cache) == (12, 0, 0, 0, 4)
     with refused("session_expired"):
         engine.acquire("x")
+    with pytest.raises(Refusal) as told:
+        cache.managed.sessions.active(engine.session)
+    assert told.value.why is Why.SESSION_LOST_MEMBER
     cache.handle(MembersDied(engine.session))
     assert states(cache) == (16, 0, 0, 0, 0)
 

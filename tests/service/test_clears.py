@@ -76,6 +76,9 @@ def test_engine_of_a_cleared_replica_is_told_and_comes_back() -> None:
 
     heartbeat = wire.Heartbeat(id=office.next_id(), session=welcome.session, token=welcome.token)
     assert office.error(heartbeat) == ErrorCode.SESSION_EXPIRED
+    refused = office.ask(heartbeat).header
+    assert isinstance(refused, wire.ErrorReply)
+    assert refused.message == f"session {welcome.session} is over: the namespace was cleared"
     assert office.error(office.acquire(keys), keys) == ErrorCode.SESSION_EXPIRED
     assert office.count("a", SlotState.QUARANTINED) == 5
     office.enter(process)

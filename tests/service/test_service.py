@@ -331,6 +331,9 @@ def test_expiry_is_told_and_ends_with_the_process() -> None:
 
     assert office.error(office.acquire(key_chain(1)), key_chain(1)) is ErrorCode.SESSION_EXPIRED
     assert office.error(beat) is ErrorCode.SESSION_EXPIRED
+    refused = office.ask(beat).header
+    assert isinstance(refused, wire.ErrorReply)
+    assert refused.message == f"session {welcome.session} sent no heartbeat for {office.cache.session_ttl_ms} ms"
     wrong = wire.Heartbeat(id=501, session=welcome.session, token=bytes(32))
     assert office.error(wrong) is ErrorCode.NO_SESSION
 
