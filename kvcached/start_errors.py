@@ -28,7 +28,10 @@ class LedgerUnusable(Exception):
 def start_error(error: Exception) -> StartError:
     """What an error means for the start, in words for the operator."""
     is_permanent = isinstance(error, NoCudaMemory) and error.is_permanent
-    return (WrongSetup if is_permanent else StartError)(str(error))
+    words = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is None:
+        words = error.strerror  # without the number before it
+    return (WrongSetup if is_permanent else StartError)(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Door:
         return f"{self._place}{error.strerror or error}{f'; {fix}' if fix else ''}"
 
 
-HTTP: Final = Door("[http]", "listen", "http.conf", "kvcached-daemon[metrics]", "there are no metrics")
-TCP: Final = Door("[tcp]", "listen", "tcp.conf", "kvcached-daemon[curve]", "other machines are not served")
+_ELSEWHERE: Final = "stop what listens there, or name an address of this machine that is free"
+HTTP: Final = Door("[http]", "listen", "http.conf", "kvcached-daemon[metrics]", "there are no metrics", _ELSEWHERE)
+TCP: Final = Door("[tcp]", "listen", "tcp.conf", "kvcached-daemon[curve]", "other machines are not served", _ELSEWHERE)
 EVENTS: Final = Door("[events]", "", "http.conf", "", "there are no events", "make the place free, or name another one")

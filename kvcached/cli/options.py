@@ -169,8 +169,19 @@ def ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Repl
     except DaemonSilent as error:
         fail(ExitCode.UNREACHABLE, str(error))
     except TransportError as error:
-        hint = " (start it with: kvcached serve --config FILE)" if remote() is None else ""
-        fail(ExitCode.UNREACHABLE, f"{error}{hint}")
+        fail(ExitCode.UNREACHABLE, f"{error}{_way_out(run_dir)}")
+
+
+def _way_out(run_dir: Path | None) -> str:
+    """What to do where nobody listens. To start a second daemon beside one that runs would fail."""
+    from kvcached.recovery.run_dir import is_claimed
+    from kvcached_client.transport.run_dir import default_run_dir
+
+    if remote() is not None:
+        return ""
+    if is_claimed(run_dir or default_run_dir()):
+        return " (a daemon has this run directory: it starts or stops, or its sockets were removed; then restart it)"
+    return " (start it with: kvcached serve --config FILE)"
 
 
 def owner_of(run_dir: Path | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ _CONFIGURATION: Final = "kvcached.toml"
 #: What the shipped files say, and `init` says otherwise.
 _SHIPPED_COMMAND: Final = "/opt/kvcached/bin/kvcached serve --config /etc/kvcached/kvcached.toml"
 _SHIPPED_DISK: Final = "/var/cache/kvcached"
+#: What its comment says, which holds where the unit may make it.
+_SHIPPED_PROMISE: Final = "# created if it does not exist; only"
 #: Below it, a unit names what may be written although it may write nowhere.
 _READ_ONLY: Final = "ProtectSystem=strict\n"
 _HIDES: Final = "ProtectHome= and PrivateTmp= of the unit hide from the daemon"
@@ -78,7 +81,7 @@ def init(engine: str, disk: Path | None, directory: Path, *, force: bool) -> Non
     _write({configuration: text, directory / _UNIT: unit}, force=force)
     for path in _hidden(used):
         click.echo(f"kvcached: warning: {_HIDES} {path}: move it, or change the unit", err=True)
-    click.echo(_next_steps(configuration, engine))
+    click.echo(_next_steps(configuration, engine, None if disk is None else disk.absolute()))
 
 
 def _shipped(name: str) -> str:
@@ -90,10 +93,16 @@ def _with_disk(text: str, unit: str, disk: Path) -> tuple[str, str]:
     from kvcached.config.report import toml_value
 
     text = text.replace(f'"{_SHIPPED_DISK}"', toml_value(str(disk)))
-    if not disk.resolve().is_relative_to(_SHIPPED_DISK):
+    if not _is_made_by_unit(disk):
         note = "# The directory of [storage.settings]: make it before the first start, for the daemon's user alone.\n"
+        text = text.replace(_SHIPPED_PROMISE, "# make it before the first start under systemd; only")
         unit = unit.replace(_READ_ONLY, f"{_READ_ONLY}{note}ReadWritePaths={_quoted(disk)}\n")
     return text, unit
+
+
+def _is_made_by_unit(disk: Path) -> bool:
+    """Whether the unit's cache directory is there before the daemon, and this one is it or below it."""
+    return disk.resolve().is_relative_to(_SHIPPED_DISK)
 
 
 def _hidden(paths: list[Path]) -> Iterator[Path]:
@@ -131,16 +140,23 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
         click.echo(f"wrote {path}")
 
 
-def _next_steps(configuration: Path, engine: str) -> str:
-    return f"""
-next:
- 1. set {_SIZE_OF[engine]} in {configuration}
- 2. kvcached check-config --config {configuration}
- 3. kvcached supervise --config {configuration}
-    (restarts a daemon that dies, and keeps its host memory; under systemd use {configuration.with_name(_UNIT)})
- 4. kvcached health
-    (from another terminal, as the same user)
- 5. {_CLIENT_OF[engine]}"""
+def _next_steps(configuration: Path, engine: str, disk: Path | None) -> str:
+    steps = [
+        f"set {_SIZE_OF[engine]} in {configuration}",
+        *([] if disk is None or _is_made_by_unit(disk) else [_make_disk(disk)]),
+        f"kvcached check-config --config {configuration}",
+        f"""kvcached supervise --config {configuration}
+    (restarts a daemon that dies, and keeps its host memory; under systemd use {configuration.with_name(_UNIT)})""",
+        """kvcached health
+    (from another terminal, as the same user)""",
+        _CLIENT_OF[engine],
+    ]
+    return "\nnext:\n" + "\n".join(f" {number}. {step}" for number, step in enumerate(steps, 1))
+
+
+def _make_disk(disk: Path) -> str:
+    return f"""install -d -m 700 -o kvcached {shlex.quote(str(disk))}
+    (for the unit, as root: systemd does not start it without the directory; -o names the user of the unit)"""
 
 
 @click.command(epilog=EPILOG)

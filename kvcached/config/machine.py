@@ -6,7 +6,6 @@ decides, such as memory that others take just now, `check-config` looks at, and 
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import resource
@@ -20,6 +19,7 @@ from pydantic import ByteSize, ValidationError
 from kvcached.config.problems import ConfigError, Location, Problem, problems_of
 from kvcached.config.schema import Config
 from kvcached.process.access import GROUP_SIGN, UnknownUser, resolve
+from kvcached.recovery.run_dir import is_claimed
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import CAPACITY_BYTES_MIN, DiskSettings, existing_part, refusal
 from kvcached.storage.encrypted import read_secret
@@ -27,7 +27,6 @@ from kvcached.worker.messages import DESCRIPTORS_MAX
 from kvcached_client.doctor.memory_bounds import memory_bounds
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.key_files import read_key_file
-from kvcached_client.transport.run_dir import LOCK_NAME
 
 _STORAGE: Final = "storage"
 _SETTINGS: Final[Location] = (_STORAGE, "settings")
@@ -49,7 +48,7 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
     """
     problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart)]
     if not is_restart:  # a name service that is away now costs users their access, and not everybody the blocks
-        problems += [*_http(config), *_tcp(config), *_access(config)]
+        problems += [*_cuda(config), *_http(config), *_tcp(config), *_access(config)]
     if problems:
         raise ConfigError(problems)
 
@@ -73,7 +72,7 @@ def _memory(config: Config, *, is_trial: bool) -> Iterator[Problem]:
     left = min(bounds, key=lambda bound: bound.available_bytes, default=None)
     if total is not None and needed > total.limit_bytes:
         has = f"{_size(total.limit_bytes)} in all ({total.source})"
-    elif is_trial and left is not None and needed > left.available_bytes and not _is_running(config):
+    elif is_trial and left is not None and needed > left.available_bytes and not is_claimed(config.run_dir):
         has = f"{_size(max(0, left.available_bytes))} left ({left.source})"
     else:
         return
@@ -97,22 +96,6 @@ def _largest(config: Config) -> tuple[Location, object]:
         found.append((config.host.slabs * config.host.slab_bytes, ("host", key), getattr(config.host, key)))
     _, location, value = max(found, key=lambda each: each[0])
     return location, value
-
-
-def _is_running(config: Config) -> bool:
-    """Whether a daemon runs in the run directory: the memory that it has is the memory that is asked for."""
-    try:
-        lock = os.open(config.run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(lock)
 
 
 def _storage(config: Config, *, is_restart: bool) -> Iterator[Problem]:
@@ -164,6 +147,16 @@ def _key_file(config: Config, path: Path) -> Iterator[Problem]:
     except StorageUnusable as error:
         what, _, fix = str(error).removeprefix("encryption: ").partition("; ")
         yield config.places.problem(at, str(path), what, fix)
+
+
+def _cuda(config: Config) -> Iterator[Problem]:
+    """The package that workers reach devices by; they run in this interpreter, too."""
+    if importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None:
+        return
+    for number, replica in enumerate(config.replica):
+        if replica.device == "cuda":
+            what, fix = "needs the package cuda-bindings", "pip install 'kvcached-daemon[cuda]'"
+            yield config.places.problem(("replica", number, "device"), replica.device, what, fix)
 
 
 def _http(config: Config) -> Iterator[Problem]:

@@ -26,7 +26,14 @@ from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
 from kvcached.config.tables import HostConfig, HttpConfig, OffloadConfig, StorageConfig, WritePolicyName
 from kvcached.config.tcp import TcpConfig
-from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX, default_run_dir
+from kvcached_client.transport.run_dir import (
+    ATTACH_SOCKET_NAME,
+    EVENTS_SOCKET_NAME,
+    REPLAY_SOCKET_NAME,
+    RPC_SOCKET_NAME,
+    SOCKET_PATH_BYTES_MAX,
+    default_run_dir,
+)
 from kvcached_client.types import LogLevel
 
 REPLICAS_MAX: Final = 64
@@ -193,6 +200,22 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _check_socket_paths(self) -> Self:
+        """All that the run directory holds, so that the start finds nothing that this has not."""
+        workers = [f"worker-{each.name}-{each.shards - 1}.sock" for each in self.replica]
+        events = [] if self.events is None else [EVENTS_SOCKET_NAME, REPLAY_SOCKET_NAME]
+        paths = [f"{self.run_dir}/{name}" for name in (ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, *events, *workers)]
+        longest = max(paths, key=len)
+        if (size_bytes := len(os.fsencode(longest))) > SOCKET_PATH_BYTES_MAX:
+            raise mistake(
+                f"makes a socket path of {size_bytes} bytes, {SOCKET_PATH_BYTES_MAX} are possible ({longest})",
+                "use a shorter run_dir or replica name" if workers else "use a shorter run_dir",
+                ("run_dir",),
+                str(self.run_dir),
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_together(self) -> Self:
         shortest_ms = HEARTBEATS_PER_TTL_MIN * self.heartbeat_interval_ms
         if self.session_ttl_ms < shortest_ms:
@@ -207,15 +230,6 @@ class Config(Table):
             if name in names[:index]:
                 at = ("replica", index, "name")
                 raise mistake("names an earlier replica, too", "give each a name of its own", at, name)
-        for replica in self.replica:
-            longest = f"{self.run_dir}/worker-{replica.name}-{replica.shards - 1}.sock"
-            if (size_bytes := len(os.fsencode(longest))) > SOCKET_PATH_BYTES_MAX:
-                raise mistake(
-                    f"makes a socket path of {size_bytes} bytes, {SOCKET_PATH_BYTES_MAX} are possible ({longest})",
-                    "use a shorter run_dir or replica name",
-                    ("run_dir",),
-                    str(self.run_dir),
-                )
         if self.host is None:
             for index, replica in enumerate(self.replica):
                 for name in HOST_KEYS:

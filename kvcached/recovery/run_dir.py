@@ -59,6 +59,22 @@ def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
         return epoch, held.pop_all()
 
 
+def is_claimed(run_dir: Path) -> bool:
+    """Whether a daemon has locked the run directory; False also where this user may not look."""
+    try:
+        lock = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
+
+
 def _open_directory(run_dir: Path) -> int:
     """Open the directory; from then on no other user can replace it."""
     run_dir.mkdir(mode=_MODE, parents=True, exist_ok=True)

@@ -107,7 +107,7 @@ class HttpServer:
         if isinstance(self._place, str):
             remove_stale(self._place, socket.SOCK_STREAM)
         self._listener = Listener("http", self._place, socket.SOCK_STREAM, self._connections, self._accept)
-        _log.info("metrics and health at %s", self._place)
+        _log.info("metrics and health at %s", _shown(self._place))
 
     def close(self) -> None:
         """Stop serving, and close every connection."""
@@ -220,6 +220,14 @@ class HttpServer:
         async with asyncio.timeout(_LINGER_S_MAX):
             while left_bytes > 0 and (data := await self._loop.sock_recv(connection.socket, _RECEIVE_BYTES)):
                 left_bytes -= len(data)
+
+
+def _shown(place: str | tuple[str, int]) -> str:
+    """A place as a person would ask for it."""
+    if isinstance(place, str):
+        return f"unix:{place}"
+    host, port = place
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
 def _refusal(status: HTTPStatus, why: str) -> Page:

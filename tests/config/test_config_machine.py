@@ -19,6 +19,7 @@ from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.protocol.key_files import write_key_file
 from kvcached_client.transport.run_dir import LOCK_NAME
 from tests.project.daemon_process import clean_environment
+from tests.project.source_tree import ROOT
 
 HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
 DISK = '\n[storage.settings]\ndirectory = "{disk}"\ncapacity_bytes = "64MiB"\n'
@@ -173,6 +174,34 @@ def test_restart_with_a_kept_host_pool_looks_at_settings_only(tmp_path: Path) ->
     assert len(problems(tmp_path, away)) == 2
     assert problems(tmp_path, away, is_restart=True) == []
     assert problems(tmp_path, STORAGE.replace('"64MiB"', "1"), is_restart=True)
+
+
+def test_run_directory_whose_sockets_no_path_can_name_is_refused_without_replicas(tmp_path: Path) -> None:
+    """The sockets of every daemon are looked at, not only those of workers, and the fix names what was given."""
+    path = tmp_path / "kvcached.toml"
+    path.write_text(HOST)
+
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, environment={}, options={"run_dir": f"/{'x' * 97}"})
+
+    (problem,) = refused.value.problems
+    assert (problem.source, problem.what.partition(" (")[0], problem.fix) == (
+        "option --run-dir",
+        "makes a socket path of 110 bytes, 107 are possible",
+        "use a shorter run_dir",
+    )
+
+
+def test_devices_need_their_package_at_the_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cuda-bindings, each replica on CUDA devices is refused with its line; not at a restart."""
+    text = (ROOT / "configs/cuda-1gpu.toml").read_text()
+    assert [each for each in problems(tmp_path, text) if "cuda-bindings" in each] == []
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    (missing,) = [each for each in problems(tmp_path, text) if "cuda-bindings" in each]
+    assert 'replica[0].device = "cuda": needs the package cuda-bindings' in missing
+    assert "; pip install 'kvcached-daemon[cuda]'" in missing
+    assert [each for each in problems(tmp_path, text, is_restart=True) if "cuda-bindings" in each] == []
 
 
 def test_memory_that_the_machine_lacks_is_refused_at_the_key_that_asks_for_most(

@@ -210,16 +210,18 @@ def test_tcp_port_is_served_and_a_taken_one_fails_the_start(tmp_path: Path) -> N
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     config = f'{CONFIG}\n[http]\nlisten = "127.0.0.1:{port}"\n'
-    with started(tmp_path, config):
+    with started(tmp_path, config) as first:
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
             connection.request("GET", "/livez")
             assert connection.getresponse().read() == b"ok\n"
+        assert f"metrics and health at http://127.0.0.1:{port}/" in first.run_dir.with_suffix(".log").read_text()
         second = tmp_path / "second.toml"
         second.write_text(config)
         command = [sys.executable, "-m", "kvcached", "serve", "--config", str(second), "--run-dir", str(tmp_path / "b")]
         ended = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, check=False, timeout=60)
     assert ended.returncode == 3
-    assert f"[http] listen: Address already in use: 127.0.0.1, port {port}".encode() in ended.stderr
+    error = f"kvcached: [http] listen: Address already in use: 127.0.0.1, port {port}; stop what listens there, or"
+    assert error.encode() in ended.stderr
 
 
 def test_next_daemon_serves_the_same_path(daemon: RunningDaemon, path: Path, tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def open_http(config: Config, *, is_takeover: bool) -> None:
 
 def test_taken_port_fails_the_start(taken: int, tmp_path: Path) -> None:
     """A daemon that has nothing to lose does not start without what was asked for, and says which key it is."""
-    with pytest.raises(OSError, match=rf"\[http\] listen: Address already in use: 127.0.0.1, port {taken}"):
+    expected = rf"\[http\] listen: Address already in use: 127.0.0.1, port {taken}; stop what listens there"
+    with pytest.raises(OSError, match=expected):
         open_http(config_at(tmp_path, taken), is_takeover=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 from kvcached import VERSION
 from kvcached.cli import main as cli
 from kvcached.cli.main import ExitCode, main
+from kvcached_client.transport.run_dir import LOCK_NAME
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
@@ -55,6 +57,22 @@ def test_cli_without_a_daemon_is_unreachable(tmp_path: Path) -> None:
     result = run("health", "--run-dir", str(tmp_path), "--deadline-ms", "100")
 
     assert result.exit_code == ExitCode.UNREACHABLE
+
+
+def test_cli_without_a_socket_looks_whether_a_daemon_has_the_directory(tmp_path: Path) -> None:
+    """Where cleaners have removed the socket of a daemon that runs, no second daemon is advised: it could not start."""
+    assert "start it with: kvcached serve" in run("health", "--run-dir", str(tmp_path)).stderr
+
+    lock = os.open(tmp_path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        told = run("health", "--run-dir", str(tmp_path))
+    finally:
+        os.close(lock)
+
+    assert told.exit_code == ExitCode.UNREACHABLE
+    assert "or its sockets were removed; then restart it" in told.stderr
+    assert "kvcached serve" not in told.stderr
 
 
 def test_cli_with_an_impossible_run_dir_is_wrong_usage() -> None:

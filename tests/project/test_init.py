@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from kvcached.cli import set_up
 from kvcached.cli.main import ExitCode, main
-from kvcached.cli.set_up import _READ_ONLY, _SHIPPED_COMMAND, _SHIPPED_DISK
+from kvcached.cli.set_up import _READ_ONLY, _SHIPPED_COMMAND, _SHIPPED_DISK, _SHIPPED_PROMISE
 from kvcached.config.schema import load_config
 from tests.project.source_tree import ROOT
 
@@ -88,6 +88,19 @@ def test_init_lets_the_unit_write_to_the_disk(name: str, written: str, tmp_path:
     assert storage is not None
     assert storage.settings["directory"] == disk
     assert f"\nReadWritePaths={written}\n" in (tmp_path / "kvcached.service").read_text()
+
+
+def test_init_says_who_makes_the_disks_directory(tmp_path: Path) -> None:
+    """What the unit does not make is a step of its own, and the configuration says so, too; what it makes is none."""
+    elsewhere = init("--disk", "/srv/blocks", str(tmp_path / "a"))
+    usual = init("--disk", _SHIPPED_DISK, str(tmp_path / "b"))
+
+    assert "\n 2. install -d -m 700 -o kvcached /srv/blocks\n" in elsewhere.stdout
+    assert "\n 3. kvcached check-config" in elsewhere.stdout
+    assert "make it before the first start" in (tmp_path / "a/kvcached.toml").read_text()
+    assert "created if it does not exist" not in (tmp_path / "a/kvcached.toml").read_text()
+    assert "\n 2. kvcached check-config" in usual.stdout
+    assert _SHIPPED_PROMISE in (tmp_path / "b/kvcached.toml").read_text()
 
 
 def test_init_writes_paths_as_systemd_reads_them(tmp_path: Path) -> None:
