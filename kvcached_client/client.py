@@ -385,7 +385,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         `session`. Call it when `is_alive` is False. If it raises, the client is unchanged, and you may call it again.
 
         Raises:
-            DaemonUnreachable, DeadlineExceeded: no daemon is up yet.
+            DaemonUnreachable, DeadlineExceeded: no daemon is up yet, or it did not answer in time: call it again.
             Stale: the pool or the namespace no longer exists: close the client and connect again.
             RequestError: see `kvcached_client.errors`; close the client and connect again.
         """

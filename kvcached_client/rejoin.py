@@ -147,11 +147,14 @@ class Reserve:
     # The interface of `Declarable`:
 
     def declaration(self) -> Declaration | None:
-        """Declare the slots that are left."""
+        """Declare the slots that are left. Those that wait for a fence go back to the daemon, which waits for it, too.
+
+        They do so even if the declaration fails: the answer may have been lost, and the daemon may use them.
+        """
+        self._fenced.clear()
         self._keeper.hold_only(np.array(self._free, np.int32))
         return self._keeper.declaration()
 
     def take_up(self, channel: SessionChannel, lease_id: LeaseId) -> None:
-        """See `Lease.take_up`. Slots that wait for a fence go back to the daemon, which waits for it, too."""
-        self._fenced.clear()
+        """See `Lease.take_up`."""
         self._keeper.take_up(channel, lease_id)

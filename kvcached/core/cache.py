@@ -140,8 +140,8 @@ class Cache:
 
     @property
     def version(self) -> int:
-        """Grows with what a successor has to know: owners of slabs, namespaces, policies, sleeping pools."""
-        changes = self.policy_changes + self.sleeps.version
+        """Grows with what a successor has to know: owners of slabs, namespaces, policies, sleeping pools, returns."""
+        changes = self.policy_changes + self.sleeps.version + self.managed.version
         namespaces = self.offload.namespaces.version + self.clearings.version + changes
         return self.slab_allocator.version + namespaces
 

@@ -42,6 +42,7 @@ class Managed:
         sessions: active and expired ones.
         pools: by replica name.
         trees: by replica name; replicas of one namespace share theirs.
+        version: grows when an engine from before a restart is known to know that it is back.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Managed:
         locks: PrefixLocks,
         trees: list[PrefixTree],
     ) -> None:
+        self.version = 0
         self.sessions = sessions
         self.pools: dict[str, DevicePool] = {pool.name: pool for tree in trees for pool in tree.pools}
         self.trees: dict[str, PrefixTree] = {pool.name: tree for tree in trees for pool in tree.pools}
         self._table = table
-        self._effects = table.effects
-        self._counters = table.counters
+        self._effects, self._counters = table.effects, table.counters
         self._worker_copies = worker_copies
         self._locks = locks
         #: pools above a host pool, with their trees
@@ -95,6 +96,7 @@ class Managed:
         """The session lives, and its work up to `fence` is over."""
         session = self.sessions.active(session_id)
         session.heard(now_ms)
+        self.version += session.spoke()
         session.signal(fence)
         return session
 
@@ -134,6 +136,7 @@ class Managed:
         session = self.sessions.active(session_id)
         if epoch != session.pool.epoch:
             raise Refusal(Why.STALE_EPOCH, epoch=epoch, pool=session.pool.name, present=session.pool.epoch)
+        self.version += session.spoke()
         return session
 
     # --- requests ---------------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class ManagedSession(Session):
         writes_through: what it commits is to be copied to the host pool, when the policy says so.
         declaring: it is from before a restart, and has not said yet what it holds. All that it could write is in
             `quarantined` until it has.
+        returning: its engine has come back after a restart, and may not have heard that all is declared: then it knows
+            the session by its name from before, and comes back again. See `spoke`.
         shared_copies: slots that two declared leases or more hold beside the tree's, LEASED as the scratch of one is.
         inherited_fence: the highest fence that it named before the restart. Until this fence has signalled, work may be
             queued on every slot that the session has ever held.
@@ -62,9 +64,15 @@ class ManagedSession(Session):
     counters: Counter[str] = field(default_factory=Counter)
     writes_through: bool = False
     declaring: bool = False
+    returning: bool = False
     shared_copies: dict[int, SharedCopy] = field(default_factory=dict)
     inherited_fence: FenceSequence = NO_FENCE
     freezes: bool = False
+
+    @property
+    def may_return(self) -> bool:
+        """Whether its engine from before a restart may come back: it has not yet, or may not know that it has."""
+        return self.returning or (self.declaring and self.state is SessionState.EXPIRED)
 
     def check_fence(self, fence: FenceSequence, holds: int = 1) -> None:
         """Refuse a session that may not have so many fences more."""
@@ -123,26 +131,43 @@ class ManagedSession(Session):
             self.thaw()
 
     def expire(self, cut_off: CutOff, over: Why) -> None:
-        """Its leases are over, but its processes may live: what they could write is quarantined."""
+        """Its leases are over, but its processes may live: what they could write is quarantined.
+
+        An engine that may come back again finds all as it was before it came: see `returning`.
+        """
         self.thaw()
         self.quarantined.extend(self._strip(SlotState.QUARANTINED, f"expiry of session {self.id}", cut_off))
         self.enter_expired(over)
+        if self.returning:
+            self.returning = False
+            self._await_engine(f"session {self.id}, whose engine may come back again")
 
     def restore(self) -> None:
         """It is from before a restart: it could write every slot that is not known to be cached, and use the others."""
+        self._await_engine(f"session {self.id} from before the restart")
+        self.enter(SessionState.EXPIRED)
+
+    def _await_engine(self, cause: str) -> None:
         pool = self.pool
         self.freezes = True
         pool.freeze()
-        cause = f"session {self.id} from before the restart"
-        self.quarantined = join([pool.take(pool.free, SlotState.QUARANTINED, cause)])
+        # joined: what the engine declares may reach from one range to the next
+        self.quarantined = join([self.quarantined, pool.take(pool.free, SlotState.QUARANTINED, cause)])
         self.declaring = True
-        self.enter(SessionState.EXPIRED)
 
     def resume(self, now_ms: int, fence: FenceSequence) -> None:
         """Its engine has come back, and is about to say what it holds. `fence` becomes `inherited_fence`."""
         self.heard(now_ms)
         self.inherited_fence = fence
+        self.returning = True
         self.enter(SessionState.ACTIVE)
+
+    def spoke(self) -> bool:
+        """Its engine has asked for something else than to declare; whether that is news: it knows that it is back."""
+        knows = self.returning and not self.declaring
+        if knows:
+            self.returning = False
+        return knows
 
     def take_back(self, slots: Ranges[int]) -> bool:
         """Slots that it says are a lease's: LEASED again. Where they are not set aside: False, nothing has changed."""
@@ -173,7 +198,7 @@ class ManagedSession(Session):
 
     def void(self) -> None:
         """What it held before the restart is void: its namespace is being cleared."""
-        self.declaring = False
+        self.declaring = self.returning = False
         self.thaw()
 
     def forget_unstored(self) -> None:

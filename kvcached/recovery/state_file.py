@@ -138,6 +138,18 @@ class MemberRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     shard: Count | None = None
 
 
+class EarlierRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """By which a session's engine may know it instead.
+
+    Attributes:
+        id, epoch, token_digest: as of `SessionRecord`.
+    """
+
+    id: Count
+    epoch: Count
+    token_digest: Hex
+
+
 class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The session of an engine group.
 
@@ -148,6 +160,8 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         instance: in offload mode, the engine's id in every hello.
         token_digest: sha256 of the session's token. A process that presents the token after a restart is its engine.
         is_over: it has expired, or has lost a member; its processes may still write.
+        resumed_as: by which name its engine has resumed it; written until the engine is known to have heard of the
+            name above, so that at other times daemons that do not know this field read the ledger.
     """
 
     id: Count
@@ -158,6 +172,7 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     token_digest: Hex = ""
     members: tuple[MemberRecord, ...] = ()
     is_over: bool = False
+    resumed_as: EarlierRecord | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -46,7 +46,7 @@ from kvcached.recovery.state_file import (
 )
 from kvcached.service.offload.admission import Shape
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
-from kvcached.service.sessions import FoundSession, Peer
+from kvcached.service.sessions import EarlierName, FoundSession, Peer
 from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import ShardIndex
@@ -224,11 +224,7 @@ def take_over(
     """
     revival, taken = RestoredCache(cache), Takeover()
     sees = _sees_processes_of(ledger)
-    living = {
-        (record.epoch, record.id): (record, peers)
-        for record in ledger.sessions
-        if (peers := _living(record, sees=sees))
-    }
+    living = {(each.epoch, each.id): (each, peers) for each in ledger.sessions if (peers := _living(each, sees=sees))}
     if headers is not None:
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
@@ -245,7 +241,8 @@ def take_over(
         if session is not None:
             digest, instance = bytes.fromhex(record.token_digest), bytes.fromhex(record.instance)
             is_over = record.is_over or len(peers) < len(record.members)
-            taken.sessions.append(FoundSession(session, owner, digest, instance, peers, is_over))
+            resumed_as = EarlierName.recorded(record.resumed_as)
+            taken.sessions.append(FoundSession(session, owner, digest, instance, peers, is_over, resumed_as))
         else:  # no session has the memory that it writes to
             for peer, _ in peers:
                 peer.close()

@@ -143,7 +143,7 @@ class Admission:
         """
         peer = presented(self._groups, request)
         self._groups.check_free(connection)
-        group = self._groups.find_earlier((request.daemon_epoch, request.session), request.token)
+        group = self._groups.find_earlier((request.daemon_epoch, request.session), request.token, peer)
         if (session := self._cache.managed.sessions.get(group.session)) is None:
             raise request_error(
                 ErrorCode.NO_SESSION, "the session was not on a device pool", "connect, as a new engine does"

@@ -5,6 +5,7 @@ Nothing here waits: `load` and `wait_for_slots` are answered when the core knows
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from array import array
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from kvcached.service.admission import Admission, DrainState
 from kvcached.service.offload.verbs import OffloadVerbs
 from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
-from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
+from kvcached.service.sessions import EarlierName, EngineGroup, EngineGroups, Peer
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.fields import slot_ranges
@@ -89,10 +90,12 @@ class EngineVerbs:
     def _rejoin(self, connection: bytes, request: wire.Rejoin, _: list[bytes]) -> Answer:
         group, peer = self._admission.find_earlier(connection, request)
         session = self._declarations.resume(group.session, self._now_ms(), FenceSequence(request.fence))
-        self._groups.resume(group, connection, peer)
+        name = EarlierName((request.daemon_epoch, request.session), hashlib.sha256(request.token).digest())
+        departed = self._groups.resume(group, connection, peer, name)
         welcome = self._admission.welcome_back(request, session, group)
         words = "session %(session)d: process %(pid)d rejoined with its leases from before the restart"
         log.info(words, {"session": welcome.session, "pid": peer.pid})
+        self._forget(departed)
         return Answer(welcome)
 
     def _declare(self, connection: bytes, request: wire.Declare, frames: list[bytes]) -> Answer:

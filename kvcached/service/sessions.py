@@ -11,10 +11,13 @@ import hmac
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
+
+from msgspec import UnsetType
 
 from kvcached.process.access import Grants
 from kvcached.process.identity import ProcessIdentity
+from kvcached.recovery.state_file import EarlierRecord
 from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, request_error
@@ -128,7 +131,9 @@ class EngineGroup:
         members: every process that can write the session's slots; dead ones stay until the session ends.
         instance: in offload mode, the engine's own id, the same in each hello.
         shard_of: in offload mode, which shard a member is.
-        found: what it was before a restart; None for one that was opened since.
+        found: what it was before a restart; None for one that was opened or has been resumed since.
+        resumed_as: by which name its engine has resumed it. Until the engine is known to have heard of the present
+            name, the same process may resume it by this one again.
         is_over: the session has expired or has lost a member. Its living processes may still write its slots; after a
             restart the session cannot be resumed.
     """
@@ -143,6 +148,7 @@ class EngineGroup:
     instance: bytes = b""
     shard_of: dict[Peer, ShardIndex] = field(default_factory=dict)
     found: FoundSession | None = None
+    resumed_as: EarlierName | None = None
     is_over: bool = False
 
     def living(self, *, beside: Peer | None = None) -> list[Peer]:
@@ -158,6 +164,29 @@ class EngineGroup:
         return [member for member in self.living(beside=self.scheduler) if member.is_seen]
 
 
+class EarlierName(NamedTuple):
+    """By which a daemon before this one, or an engine of then, knows a session.
+
+    Attributes:
+        earlier: the epoch of that daemon, and the session's id there.
+        token_digest: sha256 of its token there.
+    """
+
+    earlier: tuple[int, int]
+    token_digest: bytes
+
+    @classmethod
+    def recorded(cls, record: EarlierRecord | UnsetType) -> Self | None:
+        """What the daemon before has written down, if anything."""
+        if isinstance(record, UnsetType):
+            return None
+        return cls((record.epoch, record.id), bytes.fromhex(record.token_digest))
+
+    def is_shown_by(self, earlier: tuple[int, int], token_digest: bytes) -> bool:
+        """Whether somebody who shows this knows the session."""
+        return self.earlier == earlier and hmac.compare_digest(self.token_digest, token_digest)
+
+
 class FoundSession(NamedTuple):
     """A session from before a restart, with a process that still lives.
 
@@ -168,6 +197,7 @@ class FoundSession(NamedTuple):
         instance: in offload mode, what it calls itself.
         members: its living processes; which shard each is, None for the scheduler.
         is_over: see `EngineGroup`; so is one of whose members some are dead.
+        resumed_as: see `EngineGroup`: its engine knows it by this name or by the one above.
     """
 
     id: SessionId
@@ -176,6 +206,12 @@ class FoundSession(NamedTuple):
     instance: bytes
     members: list[tuple[Peer, ShardIndex | None]]
     is_over: bool = False
+    resumed_as: EarlierName | None = None
+
+    @property
+    def names(self) -> list[EarlierName]:
+        """By which its engine may know it."""
+        return [EarlierName(self.earlier, self.token_digest), *([self.resumed_as] if self.resumed_as else [])]
 
 
 class EngineGroups:
@@ -249,8 +285,10 @@ class EngineGroups:
         self.version += 1
         return group
 
-    def find_earlier(self, earlier: tuple[int, int], token: bytes) -> EngineGroup:
-        """The group of a session from before a restart, for who shows the token that it had.
+    def find_earlier(self, earlier: tuple[int, int], token: bytes, peer: Peer) -> EngineGroup:
+        """The group of a session from before a restart, for a process that shows the token that it had.
+
+        One that has been resumed is found for the process that has resumed it.
 
         Raises:
             RequestError: the session is over, or had another token. Both errors are the same, so that guessing tells
@@ -258,10 +296,12 @@ class EngineGroups:
         """
         digest = hashlib.sha256(token).digest()
         for group in self._by_session.values():
-            found = group.found
-            if found is None or found.earlier != earlier or group.is_over:
+            if group.is_over:
                 continue
-            if hmac.compare_digest(found.token_digest, digest):
+            if group.found is not None and any(name.is_shown_by(earlier, digest) for name in group.found.names):
+                return group
+            is_resumed = group.resumed_as is not None and group.resumed_as.is_shown_by(earlier, digest)
+            if is_resumed and group.scheduler.is_same_process(peer):
                 return group
         raise request_error(
             ErrorCode.NO_SESSION,
@@ -269,13 +309,23 @@ class EngineGroups:
             "connect, as a new engine does",
         )
 
-    def resume(self, group: EngineGroup, connection: bytes, peer: Peer) -> None:
-        """The scheduler of a group from before a restart has come back; its connection owns the group from now on."""
-        group.connection, group.scheduler, group.found = connection, peer, None
+    def resume(self, group: EngineGroup, connection: bytes, peer: Peer, name: EarlierName) -> list[Peer]:
+        """The scheduler of a group from before a restart has come back; its connection owns the group from now on.
+
+        If it has come back already, nothing that it was told then is good any more. Returns the members removed that
+        are in no other group.
+        """
+        departed: list[Peer] = []
+        if group.resumed_as is not None:
+            self._of_connection.pop(group.connection, None)
+            group.token, group.answers = secrets.token_bytes(TOKEN_SIZE_BYTES), KeptAnswers(self._answers_kept)
+            departed = self.leave(group, [group.scheduler]) if group.scheduler is not peer else []
+        group.connection, group.scheduler, group.found, group.resumed_as = connection, peer, None, name
         if peer not in group.members:
             group.members.append(peer)
         self._of_connection[connection] = group
         self.version += 1
+        return departed
 
     def see(self, group: EngineGroup, peer: Peer) -> None:
         """A process has shown the secret of a group: it is one of those that were not seen, first the scheduler."""

@@ -32,6 +32,7 @@ from kvcached.core.slots.states import NO_MEMORY
 from kvcached.process.identity import pid_namespace
 from kvcached.recovery.recorder import Recorder
 from kvcached.recovery.state_file import (
+    EarlierRecord,
     HostPoolRecord,
     Ledger,
     LedgerFile,
@@ -43,10 +44,9 @@ from kvcached.recovery.state_file import (
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import Later
 from kvcached.service.replica import Replica
-from kvcached.service.sessions import EngineGroup, EngineGroups
+from kvcached.service.sessions import EarlierName, EngineGroup, EngineGroups
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.protocol.engine import HealthPart
-from kvcached_client.types import SessionId
 
 #: No version of the state.
 _NOTHING: Final = (-1, -1)
@@ -197,27 +197,35 @@ class StateWriter:
 
     def _session(self, group: EngineGroup) -> SessionRecord | None:
         mode: Literal["offload", "device"]
-        session, epoch, digest = group.session, self._cache.epoch, hashlib.sha256(group.token).digest()
+        name = EarlierName((self._cache.epoch, group.session), hashlib.sha256(group.token).digest())
+        resumed_as: EarlierName | None = None
+        session = group.session
         if (offload := self._cache.offload.sessions.get(session)) is not None:
             mode, place = "offload", offload.namespace.spec.root.hex()
         elif (managed := self._cache.managed.sessions.get(session)) is not None:
             mode, place = "device", managed.pool.name
+            resumed_as = group.resumed_as if managed.may_return else None
             if group.found is not None:  # its engine does not know this daemon yet
-                (epoch, earlier), digest = group.found.earlier, group.found.token_digest
-                session = SessionId(earlier)
+                name, resumed_as = group.found.names[0], group.found.resumed_as
         else:
             return None
         members = (MemberRecord(process=each.identity, shard=group.shard_of.get(each)) for each in group.members)
         return SessionRecord(
-            id=session,
-            epoch=epoch,
+            id=name.earlier[1],
+            epoch=name.earlier[0],
             mode=mode,
             place=place,
             instance=group.instance.hex(),
-            token_digest=digest.hex(),
+            token_digest=name.token_digest.hex(),
             members=tuple(dict.fromkeys(members)),  # a process has a connection for each of its mappings
             is_over=group.is_over,
+            resumed_as=UNSET if resumed_as is None else _earlier(resumed_as),
         )
+
+
+def _earlier(name: EarlierName) -> EarlierRecord:
+    epoch, session = name.earlier
+    return EarlierRecord(id=session, epoch=epoch, token_digest=name.token_digest.hex())
 
 
 def _with_allocated(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:

@@ -70,10 +70,12 @@ class RequestStories:
             _log.warning(words, {**fields, "corrupt": corrupt})
         _log.debug("transfer %(transfer)d is over on shard %(shard)d", fields)
 
-    def expired(self, effect: SessionExpired) -> None:
-        """A session is over, and its processes may still write."""
+    def expired(self, effect: SessionExpired, *, may_return: bool) -> None:
+        """A session is over, and its processes may still write; or it is silent, and may rejoin."""
         level = logging.WARNING if effect.quarantined_slots else logging.INFO
         words = "session %(session)d is over: %(slots)d slots are set aside until its processes are dead"
+        if may_return:
+            words += ", or it rejoins: it may not have heard that it was back"
         _log.log(level, words, {"session": effect.session, "slots": effect.quarantined_slots})
 
     def ended(self, effect: SessionEnded) -> None:

@@ -281,15 +281,57 @@ def test_sessions_of_now_declare_nothing(cache: Cache) -> None:
         core.resume(engine.session, 0, NO_FENCE)
 
 
-@pytest.mark.parametrize("is_declared", [False, True])
-def test_engine_that_goes_silent_again(cache: Cache, returned: Returned, *, is_declared: bool) -> None:
-    """A session that was resumed expires like any other, in the middle of its declarations or after, and ends."""
+@pytest.mark.parametrize("said", ["a part", "all", "more"])
+def test_engine_that_goes_silent_again(cache: Cache, returned: Returned, said: str) -> None:
+    """A session that was resumed expires like any other; all is set aside if its engine may come back, and it ends."""
     returned.declare("ab", [1, 2], [3])
-    if is_declared:
+    if said != "a part":
         returned.over()
+    if said == "more":
+        assert returned.hit("ab") == 2
     for now_ms in (1, 500, 1000, TTL_MS + 1):
         cache.handle(Ticked(now_ms))
 
-    assert states(cache) == ((13, 0, 2, 0, 1) if is_declared else (0, 0, 2, 0, 14))
+    assert states(cache) == ((13, 0, 2, 0, 1) if said == "more" else (0, 0, 2, 0, 14))
+    assert cache.managed.sessions[returned.session].may_return == (said != "more")
     cache.handle(MembersDied(returned.session))
     assert states(cache) == (14, 0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("fence", [0, 7])
+@pytest.mark.parametrize("said", ["nothing", "a part", "all", "all, and is silent"])
+def test_engine_comes_back_again(cache: Cache, said: str, fence: int) -> None:
+    """An engine that may not have heard how far its return got declares the same again, and has it once."""
+    returned = Returned(cache, fence)
+    if said != "nothing":
+        returned.declare("ab", [1, 2], [3])
+    if said.startswith("all"):
+        returned.declare("abc", [1, 2, 4], [5])
+        returned.over()
+    if said == "all, and is silent":
+        for now_ms in (1, 500, 1000, TTL_MS + 1):
+            cache.handle(Ticked(now_ms))
+
+    returned.core.resume(returned.session, 0, FenceSequence(fence))
+    assert cache.managed.sessions[returned.session].leases == {}
+    with refused("no_capacity"):
+        cache.managed.acquire(returned.session, EPOCH, "r", keys_of("x"), 4, 0, full=True)
+    leases = [returned.declare("abc", [1, 2, 4], [5]), returned.declare("ab", [1, 2], [3])]
+    returned.over()
+    cache.managed.heartbeat(returned.session, FenceSequence(fence), 0)
+    assert states(cache) == (11, 2, 3, 0, 0)
+    assert returned.hit("abc") == 3
+    for lease in leases:
+        returned.release(lease)
+    assert states(cache) == (13, 0, 3, 0, 0)
+    with refused("no_session"):  # it has heard that it is back
+        returned.core.resume(returned.session, 0, NO_FENCE)
+
+
+def test_cleared_session_does_not_come_back_again(cache: Cache, returned: Returned) -> None:
+    """A clear voids what an engine holds that may not have heard of its return."""
+    returned.declare("ab", [1, 2], [3])
+    returned.over()
+    cache.clearings.begin(cache.tree_of("a"), bytes(32), 1)
+    with refused("no_session"):
+        returned.core.resume(returned.session, 0, NO_FENCE)

@@ -17,7 +17,8 @@ from kvcached.recovery.generations import generation_of
 from kvcached.service.health import HealthChecks
 from kvcached.service.pending import PendingReplies
 from kvcached.service.service import Service
-from kvcached.service.sessions import EngineGroups
+from kvcached.service.sessions import EarlierName, EngineGroups
+from kvcached.service.state_writer import StateWriter
 from kvcached_client.types import FenceSequence
 from tests.mutants.mutant import caught_by, rewrite
 
@@ -79,7 +80,21 @@ def process_known_by_its_pid_alone(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/service/test_rejoin.py::test_only_its_engine_comes_back")
 def rejoin_without_its_token(patch: pytest.MonkeyPatch) -> None:
     """Whoever knows the number of an earlier session gets its slots."""
-    rewrite(patch, EngineGroups.find_earlier, "hmac.compare_digest(found.token_digest, digest)", "found.token_digest")
+    rewrite(patch, EarlierName.is_shown_by, "hmac.compare_digest(self.token_digest, token_digest)", "True")
+
+
+@caught_by("tests/service/test_rejoin.py::test_only_the_process_that_came_back_comes_back_again")
+def rejoin_of_an_engine_that_is_back(patch: pytest.MonkeyPatch) -> None:
+    """Another process with the token of an earlier session takes it from the engine that has rejoined."""
+    rewrite(patch, EngineGroups.find_earlier, " and group.scheduler.is_same_process(peer)", "")
+
+
+@caught_by(
+    "tests/service/test_state_writer.py::test_engine_that_may_not_know_of_its_return_is_written_down_by_both_names"
+)
+def ledger_without_the_name_that_an_engine_knows(patch: pytest.MonkeyPatch) -> None:
+    """A daemon dies before an engine has its answer to a rejoin, and the next one does not know the engine."""
+    rewrite(patch, StateWriter._session, "group.resumed_as if managed.may_return else None", "None")
 
 
 @caught_by("tests/core/test_restore.py::test_chains_without_gap_are_found")

@@ -24,6 +24,7 @@ from kvcached.process.identity import ProcessIdentity, identity_of, open_process
 from kvcached.process.peer import PeerProcess
 from kvcached.recovery import state_file
 from kvcached.recovery.state_file import (
+    EarlierRecord,
     HostPoolRecord,
     Ledger,
     LedgerFile,
@@ -70,6 +71,7 @@ LEDGER = Ledger(
                 MemberRecord(process=ProcessIdentity(7, 1), shard=1),
                 MemberRecord(process=None, shard=0),
             ),
+            resumed_as=EarlierRecord(id=3, epoch=1_600_000_000_000, token_digest="ff" * 32),
         ),
     ),
 )

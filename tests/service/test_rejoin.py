@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvcached.core.messages import Ticked
 from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.states import SlotState
 from kvcached.process.identity import ProcessIdentity
@@ -113,6 +114,55 @@ def test_it_comes_back_once(office: Afterwards) -> None:
     """A second one that knows the token is told that nothing is left."""
     office.expect(wire.Welcome, office.rejoin())
     assert office.error(office.rejoin(FakePeer(3)), peer=TWO) is ErrorCode.NO_SESSION
+
+
+def declare_all(office: Afterwards, peer: bytes) -> wire.Declared:
+    frames = (key_chain(2), ranges(3, 4), ranges(9))
+    declared = office.expect(wire.Declared, office.declare(), *frames, peer=peer)
+    office.expect(wire.DeclareEnded, wire.DeclareOver(id=office.next_id(), epoch=EPOCH), peer=peer)
+    return declared
+
+
+@pytest.mark.parametrize("how_far", ["rejoin", "declare", "declare_over", "silence"])
+def test_answer_that_was_lost_is_asked_for_again(office: Afterwards, how_far: str) -> None:
+    """An engine that has not heard of its return returns over another connection; the first one has nothing left."""
+    first = office.expect(wire.Welcome, office.rejoin())
+    if how_far == "declare":
+        office.expect(wire.Declared, office.declare(), key_chain(2), ranges(3, 4), ranges(9))
+    elif how_far != "rejoin":
+        declare_all(office, ONE)
+    if how_far == "silence":
+        for office.now_ms in range(0, 3000, 250):
+            office.service.on_event(Ticked(office.now_ms))
+
+    again = office.expect(wire.Welcome, office.rejoin(), peer=TWO)
+    assert (again.session, again.token != first.token) == (first.session, True)
+    assert office.error(office.declare(), key_chain(2), ranges(3, 4), ranges(9)) is ErrorCode.NO_SESSION
+    beat = wire.Heartbeat(id=office.next_id(), session=first.session, token=first.token)
+    assert office.error(beat) is ErrorCode.NO_SESSION
+    declared = declare_all(office, TWO)
+    assert (office.count("a", SlotState.LEASED), office.count("a", SlotState.FREE)) == (1, SLOTS - 3)
+    office.expect(wire.Released, wire.Release(id=office.next_id(), epoch=EPOCH, lease=declared.lease), peer=TWO)
+    assert office.error(office.rejoin()) is ErrorCode.NO_SESSION  # the release shows that it has heard
+
+
+def test_answers_of_the_first_return_are_not_those_of_the_second(office: Afterwards) -> None:
+    """A connection counts its requests anew: what was declared over the one before is no answer to it."""
+    rejoin, declare = office.rejoin(), office.declare()
+    office.expect(wire.Welcome, rejoin)
+    first = office.expect(wire.Declared, declare, key_chain(2), ranges(3, 4), ranges(9))
+    office.expect(wire.Welcome, rejoin, peer=TWO)
+    assert office.expect(wire.Declared, declare, key_chain(2), ranges(3, 4), ranges(9), peer=TWO).lease > first.lease
+
+
+def test_only_the_process_that_came_back_comes_back_again(office: Afterwards) -> None:
+    """The earlier token alone takes nothing from an engine that is back; its processes are watched, once each."""
+    office.expect(wire.Welcome, office.rejoin())
+    assert office.error(office.rejoin(office.shard), peer=TWO) is ErrorCode.NO_SESSION
+    for number in range(2, 5):
+        office.expect(wire.Welcome, office.rejoin(), peer=bytes([number]))
+    (group,) = office.service._groups.groups
+    assert len([each for each in group.members if each.pid == 1]) == 2  # as it was found, and as it came last
 
 
 def test_nothing_is_declared_without_a_session(office: Afterwards) -> None:

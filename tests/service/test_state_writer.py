@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import UNSET
 
 from kvcached.config.tables import StorageLayout
 from kvcached.core.messages import Ticked
 from kvcached.core.restart.restore import RestoredCache
 from kvcached.process.identity import ProcessIdentity
-from kvcached.recovery.state_file import HostPoolRecord, Ledger, LedgerFile, boot_id, read_ledger
+from kvcached.recovery.state_file import EarlierRecord, HostPoolRecord, Ledger, LedgerFile, boot_id, read_ledger
 from kvcached.service.sessions import FoundSession
 from kvcached.service.state_writer import StatePlace
 from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry
@@ -144,6 +146,31 @@ def test_engine_that_has_not_returned_is_written_down_as_it_was(office: OffloadO
     assert ledger is not None
     (record,) = ledger.sessions
     assert (record.epoch, record.id, record.token_digest) == (EPOCH - 1, 5, (b"d" * 32).hex())
+
+
+def test_engine_that_may_not_know_of_its_return_is_written_down_by_both_names(
+    office: OffloadOffice, path: Path
+) -> None:
+    """Until an engine shows that it has heard of its return, the next daemon knows it as the one before did, too."""
+    found = FoundSession(
+        RestoredCache(office.cache).pool_session("a"), (EPOCH - 1, 5), sha256(b"t" * 32).digest(), b"",
+        [(process(1), None)],
+    )  # fmt: skip
+    office.service.take_in({}, [found])
+    rejoin = wire.Rejoin(
+        id=office.next_id(), version_min=1, version_max=1, member=office.service.identify(process(1)).member,
+        session=5, daemon_epoch=EPOCH - 1, token=b"t" * 32, layout="", namespace=b"n" * 32, fence=0,
+    )  # fmt: skip
+    welcome, ledger = ledger_at_reply(office, path, rejoin)
+    (record,) = ledger.sessions
+    assert (record.epoch, record.id, record.token_digest) == (EPOCH, welcome.session, sha256(welcome.token).hexdigest())
+    assert record.resumed_as == EarlierRecord(id=5, epoch=EPOCH - 1, token_digest=sha256(b"t" * 32).hexdigest())
+    over = wire.DeclareOver(id=office.next_id(), epoch=EPOCH)
+    assert ledger_at_reply(office, path, over)[1].sessions == (record,)
+
+    heartbeat = wire.Heartbeat(id=office.next_id(), session=welcome.session, token=welcome.token)
+    assert ledger_at_reply(office, path, heartbeat)[1].sessions[0].resumed_as is UNSET
+    assert b"resumed_as" not in path.read_bytes()  # which earlier versions refuse to read
 
 
 def test_slab_is_wiped_then_written_down_then_given_out(office: OffloadOffice, path: Path, notes: Notes) -> None:

@@ -35,6 +35,8 @@ class Rejoin:
     def resume(self, session_id: SessionId, now_ms: int, fence: FenceSequence) -> ManagedSession:
         """The engine of an expired session from before the restart is back.
 
+        If it may not have heard that it was back already, it comes back again, and declares all leases again.
+
         Args:
             session_id: of the session.
             now_ms: the time.
@@ -44,11 +46,13 @@ class Rejoin:
                 released under it are not declared.
 
         Raises:
-            Refusal: there is no such session, or its engine is back already, or it began after the restart.
+            Refusal: there is no such session, or its engine knows that it is back, or it began after the restart.
         """
         session = self._cache.managed.sessions.get(session_id)
-        if session is None or session.state is not SessionState.EXPIRED or not session.declaring:
+        if session is None or not session.may_return:
             raise Refusal(Why.NOT_RESUMABLE, session=session_id)
+        if session.state is SessionState.ACTIVE:
+            session.expire(self._cache.worker_copies.cut_off)
         session.resume(now_ms, fence)
         session.count_in(self._cache.counters)
         session.counters["sessions_resumed"] += 1
