@@ -198,6 +198,10 @@ class EnginePools:
                 if not self._is_used(pool):
                     self._give_back(pool, "its namespace was cleared")
 
+    def namespaces(self) -> set[bytes]:
+        """The roots of the namespaces of which the pools hold blocks, as their engines say."""
+        return {pool.table.namespace for pool in self._pools} - {b""}
+
     def stats(self) -> tuple[EnginePoolStats, ...]:
         """Every pool."""
         return tuple(

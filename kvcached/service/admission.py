@@ -160,6 +160,14 @@ class Admission:
             )
         return group, peer
 
+    def expired(self, session_id: SessionId) -> bool:
+        """A session is over, unless its engine may not have heard that it has rejoined: then it may rejoin again."""
+        session = self._cache.managed.sessions.get(session_id)
+        may_return = session is not None and session.may_return
+        if not may_return:
+            self._groups.end(session_id)
+        return may_return
+
     def welcome_back(self, request: wire.Rejoin, session: ManagedSession, group: EngineGroup) -> wire.Welcome:
         """The answer to a `Rejoin` that is granted."""
         return self._welcome(request.id, (), session, group)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
@@ -236,6 +236,21 @@ class NamedNamespace(NamedTuple):
         return tuple(pool.name for pool in self.tree.pools)
 
 
+class UnknownNamespace(NamedTuple):
+    """A namespace that a request has named, and that no engine has declared to this daemon.
+
+    Attributes:
+        root: the root of its keys, 32 bytes.
+        label: what reports call it.
+    """
+
+    root: bytes
+    label: str = "unknown"
+
+
+_Named = TypeVar("_Named", bound=NamedNamespace | UnknownNamespace)
+
+
 def resolve_namespace(cache: Cache, replicas: Mapping[str, Replica], name: str) -> NamedNamespace:
     """The namespace that a name means: a replica's name, the first hex digits of a namespace, or a label.
 
@@ -244,9 +259,24 @@ def resolve_namespace(cache: Cache, replicas: Mapping[str, Replica], name: str) 
     """
     if name in replicas:
         return NamedNamespace(cache.tree_of(name), replicas[name].namespace, "")
+    return _meant(name, list(_namespaces(cache, replicas)), replicas)
+
+
+def resolve_any_namespace(
+    cache: Cache, replicas: Mapping[str, Replica], name: str, roots: Collection[bytes]
+) -> NamedNamespace | UnknownNamespace:
+    """As `resolve_namespace`, also for namespaces of which only the roots are known: their hex digits."""
+    if name in replicas:
+        return resolve_namespace(cache, replicas, name)
     known = list(_namespaces(cache, replicas))
+    unknown = sorted(set(roots) - {each.root for each in known})
+    every: list[NamedNamespace | UnknownNamespace] = [*known, *map(UnknownNamespace, unknown)]
+    return _meant(name, every, replicas)
+
+
+def _meant(name: str, known: list[_Named], replicas: Iterable[str]) -> _Named:
     found = [each for each in known if len(name) >= _DIGITS_MIN and each.root.hex().startswith(name)]
-    found = found or [each for each in known if each.label == name]
+    found = found or [each for each in known if each.label == name and not isinstance(each, UnknownNamespace)]
     if len(found) == 1:
         return found[0]
     names = [*replicas, *(f"{each.root.hex()[:16]} ({each.label})" for each in known if each.label)]

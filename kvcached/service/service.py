@@ -143,6 +143,7 @@ class Service:
         self.clears = Clears(
             cache, self._replicas, self._pending, self.state_writer.recorder,
             own_session=self._offload.own_session, carry_out=self.carry_out, cleared=self._engine_pools.cleared,
+            in_device_memory=self._engine_pools.namespaces,
         )  # fmt: skip
         self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self.clears, now_ms)
         self._sleeps = SleepVerbs(
@@ -282,21 +283,13 @@ class Service:
         session = effect.session
         self.copy_times.session_over(session)
         if isinstance(effect, SessionExpired):
-            may_return = self._is_awaited(session)
-            self._stories.expired(effect, may_return=may_return)
-            if not may_return:
-                self._groups.end(session)
+            self._stories.expired(effect, may_return=self._admission.expired(session))
         elif self._groups.of_session(session) is not None:
             self._stories.ended(effect)
         self._pending.session_over(session)
         if isinstance(effect, SessionEnded):
             self._offload_admission.forget(session)
             self._forget(self._groups.close(session))
-
-    def _is_awaited(self, session: SessionId) -> bool:
-        """Whether the engine of a session may not have heard that it was resumed: then it may resume it again."""
-        managed = self._cache.managed.sessions.get(session)
-        return managed is not None and managed.may_return
 
     def _settle(self) -> None:
         """After a reply: let the core plan copies, carry them out, and answer pending requests."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
 import pytest
 
+from kvcached.recovery.state_file import LEDGER_NAME
 from kvcached_client import Admin
-from kvcached_client.blocks.engine_table import table_bytes
+from kvcached_client.blocks.engine_table import NO_PARENT, EngineTable, Row, table_bytes
 from kvcached_client.blocks.memory_locks import lock_memory
 from kvcached_client.errors import ErrorCode, RequestError
+from kvcached_client.offload import new_instance
 from kvcached_client.protocol.attach import ClaimPool
 from kvcached_client.protocol.engine import EnginePoolStats
 from kvcached_client.transport.attach import PoolDescriptors, claim_pool
+from tests.daemon.offload_process import Scheduler
 from tests.daemon.supervised import supervised
 
 RANK_BYTES, BLOCKS = 1 << 20, 64
@@ -87,3 +91,60 @@ def test_memory_beyond_the_limit_is_refused(tmp_path: Path) -> None:
         assert len(stats(daemon.run_dir)) == 1
         os.close(found.table)
         os.close(memory_of(found))
+
+
+@pytest.mark.parametrize("digits", [64, 16])
+def test_memory_of_a_namespace_that_is_gone_is_cleared(tmp_path: Path, digits: int) -> None:
+    """A daemon that has lost its ledger knows no label, and gives memory back by the digits that `stats` shows."""
+    with supervised(tmp_path, CONFIG) as daemon:
+        engine = Scheduler(daemon.run_dir, new_instance(), 2, 4096)
+        root = engine.client.namespace
+        found = claim(daemon.run_dir, "first")
+        with mmap.mmap(found.table, table_bytes(BLOCKS)) as memory, memoryview(memory) as view:
+            write_row(view, root)
+        os.close(found.table)
+        os.close(memory_of(found))
+        engine.client.close()
+        daemon.kill()
+        (daemon.run_dir / LEDGER_NAME).write_bytes(b"{damaged")
+        daemon.await_ready()
+        (pool,) = stats(daemon.run_dir)
+        assert (root.hex().startswith(pool.namespace), pool.named) == (True, 1)
+
+        with Admin.connect(daemon.run_dir) as admin:
+            with pytest.raises(RequestError, match=pool.namespace):  # the error lists it
+                admin.clear("tiny")
+            cleared = admin.clear(root.hex()[:digits])
+            assert (cleared.namespace, cleared.label, cleared.generation > 0) == (root, "unknown", True)
+            with pytest.raises(RequestError):
+                admin.clear(root.hex()[:digits])  # nothing is left of it
+        assert stats(daemon.run_dir) == ()
+        again = Scheduler(daemon.run_dir, new_instance(), 2, 4096)
+        assert again.client.generation == cleared.generation
+        again.client.close()
+
+
+def test_digits_of_two_namespaces_clear_neither(tmp_path: Path) -> None:
+    """One that has only device memory counts as well: digits that it shares with another name nothing."""
+    with supervised(tmp_path, CONFIG) as daemon:
+        engine = Scheduler(daemon.run_dir, new_instance(), 2, 4096)
+        root = engine.client.namespace
+        found = claim(daemon.run_dir, "first")
+        with mmap.mmap(found.table, table_bytes(BLOCKS)) as memory, memoryview(memory) as view:
+            write_row(view, root[:8] + bytes(24))
+        with Admin.connect(daemon.run_dir) as admin:
+            with pytest.raises(RequestError, match="2 namespaces are meant"):
+                admin.clear(root.hex()[:16])
+            assert admin.clear(root.hex()).label == "tiny"
+        (pool,) = stats(daemon.run_dir)
+        assert pool.named == 1
+        os.close(found.table)
+        os.close(memory_of(found))
+        engine.client.close()
+
+
+def write_row(memory: memoryview, root: bytes) -> None:
+    """One block of an engine in this namespace."""
+    table = EngineTable(memory, BLOCKS)
+    table.identify(bytes(32), root)
+    table.write(Row(3, 1, table.epoch, NO_PARENT, 0, b"hash"))

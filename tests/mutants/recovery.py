@@ -160,7 +160,7 @@ def block_found_that_its_engine_may_write(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_device_headers.py::test_nothing_is_evicted_before_all_is_declared")
 def block_evicted_that_its_engine_reads(patch: pytest.MonkeyPatch) -> None:
     """After a restart a block is evicted before its engine has said that it holds it."""
-    rewrite(patch, ManagedSession.restore, "pool.freeze()", "pool.thaw()")
+    rewrite(patch, ManagedSession._await_engine, "pool.freeze()", "pool.thaw()")
 
 
 @caught_by("tests/daemon/test_sleep.py::test_memory_of_a_sleeping_pool_is_nobodys[daemon]")

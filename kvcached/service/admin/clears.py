@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
@@ -18,7 +18,14 @@ from kvcached.core.messages import ClearingEnded
 from kvcached.core.namespaces import Namespace
 from kvcached.recovery.recorder import Recorder
 from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
-from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, NamedNamespace, Replica, resolve_namespace
+from kvcached.service.replica import (
+    NAMESPACE_SHOWN_BYTES,
+    NamedNamespace,
+    Replica,
+    UnknownNamespace,
+    resolve_any_namespace,
+    resolve_namespace,
+)
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol import engine as wire
@@ -79,6 +86,7 @@ class Clears:
         own_session: the session in offload mode that a connection owns, in an epoch of the host pool.
         carry_out: does what the core asks for.
         cleared: told which roots of namespaces of engines in offload mode are cleared.
+        in_device_memory: the roots of the namespaces that have blocks in device memory that is kept for engines.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Clears:
         own_session: Callable[[bytes, int], SessionId],
         carry_out: Callable[[], None],
         cleared: Callable[[Callable[[bytes], bool]], None],
+        in_device_memory: Callable[[], Collection[bytes]],
     ) -> None:
         recorder.settled = partial(pending.look, Wait.CLEAR)
         self._recorder = recorder
@@ -100,6 +109,7 @@ class Clears:
         self._pending = pending
         self._own_session = own_session
         self._cleared = cleared
+        self._in_device_memory = in_device_memory
         self._under_way: list[_Clear] = []
         self._of_request: OrderedDict[tuple[bytes, type[wire.Header], int], _Clear] = OrderedDict()
 
@@ -111,8 +121,12 @@ class Clears:
         """
         clear = self._known(connection, request)
         if clear is None:
-            target = resolve_namespace(self._cache, self._replicas, request.target)
-            clear = self._of_replicas(target) if target.replicas else self._of_engines(target)
+            roots = self._in_device_memory()
+            target = resolve_any_namespace(self._cache, self._replicas, request.target, roots)
+            if isinstance(target, UnknownNamespace):
+                clear = self._of_device_memory(target)
+            else:
+                clear = self._of_replicas(target) if target.replicas else self._of_engines(target)
         return self._answer(connection, request, clear, respond)
 
     def set_weights(
@@ -212,6 +226,14 @@ class Clears:
         fields = {"label": target.label, "namespace": shown, "blocks": blocks, "generation": space.generation}
         _log.info("cleared: %(label)s (%(namespace)s), %(blocks)d blocks; generation %(generation)d", fields)
         return self._done(_Clear((), space.generation, "", target.root, target.label, blocks))
+
+    def _of_device_memory(self, target: UnknownNamespace) -> _Clear:
+        """An engine has declared it to an earlier daemon, whose device memory is there still, and nothing else here."""
+        self._cleared(lambda root: root == target.root)
+        generation = self._cache.generations.renew(target.root)
+        fields = {"namespace": target.root[:NAMESPACE_SHOWN_BYTES].hex(), "generation": generation}
+        _log.info("cleared: device memory of %(namespace)s, which is not declared; generation %(generation)d", fields)
+        return self._done(_Clear((), generation, "", target.root, target.label, 0))
 
     def _tell_cleared(self, namespace: Namespace) -> None:
         """Tell of all namespaces that are cleared together. One that is forgotten may have been of them."""
