@@ -1,7 +1,8 @@
 """The state of the daemon as families of Prometheus metrics.
 
 Every family is there from the start, with every sample that can be known then: a counter that has counted nothing is 0.
-Labels are names of the configuration, of the protocol and of namespaces, of which there are few at a time.
+Labels are names of the configuration, of the protocol and of namespaces, of which there are few at a time. Engines choose
+names of namespaces and tenants: their characters that cannot be printed are escaped, for not every scraper takes these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from kvcached.core.messages import TransferKind
 from kvcached.core.slots.states import DaemonState, PoolState, SlotState, TransferState
+from kvcached.log import escaped
 from kvcached.monitoring.counters import storage_totals, totals
 from kvcached.monitoring.timing import CopyTimes, Durations, Executor, RequestTimes
 from kvcached_client.errors import ErrorCode
@@ -234,13 +236,13 @@ def _tenants(hosts: Iterable[HostStats]) -> Iterator[Metric]:
         numbers: Counter[tuple[str, ...]] = Counter()
         for host in hosts:
             for tenant in host.tenants:
-                numbers[*_names(host), tenant.tenant] += getattr(tenant, field)
+                numbers[*_names(host), escaped(tenant.tenant)] += getattr(tenant, field)
         yield _gauge(f"host_tenant_{name}", meaning, numbers.items(), ("namespace", "name", "tenant"))
 
 
 def _names(host: HostStats) -> tuple[str, str]:
     """A namespace's labels. Those of namespaces that were cleared while slots are in use are alike."""
-    return host.namespace, host.label or _SHARED.join(host.replicas)
+    return host.namespace, escaped(host.label) or _SHARED.join(host.replicas)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

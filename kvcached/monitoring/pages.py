@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -39,6 +40,8 @@ _OPEN_METRICS: Final = "application/openmetrics-text"
 #: Each of their formats in the version that every scraper knows.
 _FORMATS: Final = {name: choose_encoder(name) for name in ("text/plain", _OPEN_METRICS)}
 _EOF: Final = b"# EOF\n"
+#: Lines of both formats end with a line feed alone: a label's value may contain any other character that ends lines.
+_COMMENT: Final = re.compile(rb"^#.*\n", re.MULTILINE)
 
 R = TypeVar("R", bound=wire.Header)
 T = TypeVar("T")
@@ -201,4 +204,4 @@ def _parts(family: Metric) -> Iterator[_Part]:
 
 def _without_comments(text: bytes) -> bytes:
     """The samples alone: the family's name, type and meaning were written with its first samples."""
-    return b"".join(line for line in text.splitlines(keepends=True) if not line.startswith(b"#"))
+    return _COMMENT.sub(b"", text)

@@ -209,6 +209,24 @@ def test_no_two_samples_are_alike(office: Office) -> None:
     assert value(metrics, "kvcached_host_hit_ratio_estimate", **labels, size="0.5") == pytest.approx(0.6)
 
 
+def test_names_of_engines_are_printable(office: Office) -> None:
+    """A namespace's and a tenant's name stand in labels without characters that end lines or drive a terminal."""
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    snapshot = pages_of(office)._snapshot()
+    (host,) = snapshot.stats.hosts
+    tenants = (wire.TenantStats("free\r#", 1, 0, 2), wire.TenantStats("\x1b[2J", 1, 0, 2))
+    host = msgspec.structs.replace(host, label="Qwén 3\n\u2028", tenants=tenants)
+    stats = msgspec.structs.replace(snapshot.stats, hosts=(host,))
+    metrics = {family.name: family for family in families(snapshot._replace(stats=stats))}
+
+    samples = metrics["kvcached_host_tenant_blocks"].samples
+    assert {sample.labels["name"] for sample in samples} == {r"Qwén 3\n\u2028"}
+    assert {sample.labels["tenant"] for sample in samples} == {r"free\r#", r"\x1b[2J"}
+    texts = [text for family in metrics.values() for each in family.samples for text in each.labels.values()]
+    assert all(map(str.isprintable, texts))
+
+
 def test_without_storage_there_are_no_samples_of_it(office: Office) -> None:
     """A daemon without storage exports the names of its metrics, and no numbers."""
     none = wire.StorageReport(

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -122,6 +123,23 @@ def test_metrics_are_what_the_parsers_of_both_formats_read(office: Office) -> No
     assert {family.name for family in plain} == set(expected)
     for family in strict:
         assert len(family.samples) == len(expected[family.name].samples), family.name
+
+
+def test_value_with_ends_of_lines_is_read_back_whole(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a label's value contains takes nothing from a family that is written in pieces, in either format."""
+    values = [f"value {number}" for number in range(60)]
+    values[55] = "one\r# two\x0b# three\x85# four\n# five\\"
+    family = GaugeMetricFamily("kvcached_gauge", "Of a test.", labels=("name",))
+    for value in values:
+        family.add_metric((value,), 1)
+    monkeypatch.setattr(pages_module, "families", lambda _: iter([family]))
+
+    text, open_metrics = get(office, "/metrics").body.decode(), get(office, "/metrics", ACCEPT).body.decode()
+
+    (plain,) = parse_text(text)
+    (strict,) = parse_open_metrics(open_metrics)  # type: ignore[no-untyped-call]
+    assert [sample.labels["name"] for sample in plain.samples] == values
+    assert [sample.labels["name"] for sample in strict.samples] == values
 
 
 def test_engines_get_a_turn_while_metrics_are_written(office: Office) -> None:
