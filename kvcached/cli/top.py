@@ -305,10 +305,13 @@ def _tier_table(report: StatsReport) -> Table:
 
 
 def _add_tier(table: Table, name: str, slots: int, states: Mapping[str, int], pinned: int) -> None:
+    from rich.text import Text
+
     free = states.get("free", 0)
     busy = sum(states.get(state, 0) for state in ("leased", "filling", "fenced", "quarantined"))
     part = (slots - free) / slots if slots else 0.0
-    table.add_row(name, _bar(part), f"{part:.0%}", f"{slots:,}", f"{free:,}", f"{busy:,}", f"{pinned:,}")
+    figures = (f"{part:.0%}", f"{slots:,}", f"{free:,}", f"{busy:,}", f"{pinned:,}")
+    table.add_row(Text(name), _bar(part), *figures)  # engines choose names, which may look like markup
 
 
 def _rate_table(history: History) -> Table:

@@ -118,6 +118,21 @@ def test_picture_shows_tiers_hits_and_troubles() -> None:
     assert "no answer, the picture is old: gone" in lines
 
 
+@pytest.mark.parametrize("name", ["qwen[/x]", "[red]a[/red]", "a [link=https://elsewhere] b", ":warning:"])
+def test_names_are_no_markup(name: str) -> None:
+    """A name that an engine has chosen stands in a picture as it is, even if it looks like rich's markup."""
+    golden = report({})
+    hosts = tuple(msgspec.structs.replace(host, replicas=(), label=name) for host in golden.hosts)
+    kept = tuple(msgspec.structs.replace(pool, name=name) for pool in golden.engine_pools)
+    shown = History()
+    shown.add(Sample(0.0, report({}, hosts=hosts, engine_pools=kept)))
+
+    lines = drawn(shown).splitlines()
+
+    assert any(line.startswith(f"host of {name} ") for line in lines)
+    assert any(line.startswith(f"device of {name} ") for line in lines)
+
+
 def test_picture_fits_a_terminal_of_80_columns() -> None:
     """No figure is cut off at 80 columns."""
     shown = drawn(history({"hit_blocks": 3}, {"hit_blocks": 3_000_000}), width=80)
