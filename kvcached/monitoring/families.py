@@ -1,8 +1,9 @@
 """The state of the daemon as families of Prometheus metrics.
 
 Every family is there from the start, with every sample that can be known then: a counter that has counted nothing is 0.
-Labels are names of the configuration, of the protocol and of namespaces, of which there are few at a time. Engines choose
-names of namespaces and tenants: their characters that cannot be printed are escaped, for not every scraper takes these.
+Labels are names of the configuration, of the protocol and of namespaces, of which there are few at a time. Engines
+choose names of namespaces and tenants; characters in these that cannot be printed are escaped, for not every scraper
+takes them.
 """
 
 from __future__ import annotations

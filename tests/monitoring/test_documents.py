@@ -146,3 +146,13 @@ def test_panels_lie_side_by_side() -> None:
 
     assert len({panel["id"] for panel in every}) == len(every)
     assert len(set(cells)) == len(cells)
+
+
+def test_panel_of_replicas_without_workers_counts_those_of_the_alert() -> None:
+    """A replica that sleeps has no workers on purpose: the panel leaves it out, as the alert does."""
+    (rule,) = [each["expr"] for each in alert_rules() if each["alert"] == "KvcachedWorkersDown"]
+    (panel,) = [each for each in panels() if each["title"] == "Replicas without workers"]
+    (target,) = panel["targets"]
+
+    query = re.sub(r'instance=~"\$instance"(, )?', "", target["expr"]).replace("{}", "")
+    assert query == f"count({rule}) or vector(0)"
