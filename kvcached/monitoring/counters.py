@@ -142,7 +142,7 @@ TOTALS: Final = (
     _plain("dropped_replies", "dropped_replies", "Replies whose reader was gone or read too slowly."),
     Total(
         "kvcached_errors",
-        "Error replies, by their code in docs/protocol.md.",
+        "Error replies, and refused offers of `prepare_stores`, by their code in docs/protocol.md.",
         {f"errors_{code}": (str(code),) for code in ErrorCode},
         ("code",),
     ),

@@ -25,7 +25,8 @@ from kvcached_client.errors import ErrorCode, RequestError
 
 #: Whose request is whole, and of the others. A node has one or two scrapers and some probes.
 CONNECTIONS_MAX: Final = 16
-#: Of the request line and all headers. Scrapers send some hundred bytes.
+#: Of the request line and all headers before the last `recv`, which may end a request of somewhat more. Scrapers send
+#: some hundred bytes.
 REQUEST_BYTES_MAX: Final = 8 * 1024
 #: Of one `recv`.
 _RECEIVE_BYTES: Final = 4096

@@ -255,7 +255,7 @@ def test_acquire_may_announce_its_load(office: OffloadOffice) -> None:
 
 
 def test_offers_of_several_leases_are_served_one_by_one(office: OffloadOffice) -> None:
-    """Each offer has its own copy, or refusal; a retry has one effect; what is released is over afterwards."""
+    """Each offer has its own copy, or refusal, which counts; a retry has one effect; what is released is over."""
     welcome = office.attach(FakePeer(1))
     one, two = (office.acquire_blocks(2, seed=seed, request=f"r{seed}") for seed in (1, 2))
     offers = (
@@ -272,6 +272,8 @@ def test_offers_of_several_leases_are_served_one_by_one(office: OffloadOffice) -
     first, unknown, disordered, last = answer.header.outcomes
     assert (first.depth, first.pieces, last.depth, last.pieces) == (2, 1, 2, 1)
     assert (unknown.refusal, disordered.refusal) == (ErrorCode.UNKNOWN_LEASE, ErrorCode.OUT_OF_ORDER)
+    counted = [office.cache.counters[f"errors_{each.refusal}"] for each in (unknown, disordered)]
+    assert counted == [1, 1]
     assert (slots_in(answer.frames[0]), len(slots_in(answer.frames[1]))) == ([0, 1, 0, 1], 4)
     done = [
         structs.replace(office.transfer_done(welcome, first.transfer, shard), more=(last.transfer,))
