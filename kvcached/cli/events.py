@@ -91,7 +91,7 @@ def _connect(address: str | tuple[str, int]) -> socket.socket:
 
 def _messages(endpoint: str, address: str | tuple[str, int], topic: bytes) -> Iterator[tuple[int, bytes]]:
     """The messages of a publisher, each with its number, until the connection ends: then so does the program."""
-    from kvcached.events.server import NUMBER_BYTES
+    from kvcached.events.peers import NUMBER_BYTES
     from kvcached_client.protocol.zmtp import GREETING, SUBSCRIBER, Reader, subscribe
 
     try:

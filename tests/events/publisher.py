@@ -33,14 +33,22 @@ class Publisher:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.stored = 0
-        self.server: EventServer = self.do(self._start)
+        try:
+            self.server: EventServer = self.do(self._start)
+        except OSError:
+            self._end()
+            raise
 
     async def _start(self) -> EventServer:
         stream = EventStream(
             self.changes, lambda: [self.announced], topic="", epoch=1, buffer_bytes=1 << 16, now_s=lambda: 0.0
         )
         events = EventServer(stream, self.endpoints)
-        await events.start()
+        try:
+            await events.start()
+        except OSError:
+            events.close()
+            raise
         return events
 
     def do(self, what: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -65,6 +73,9 @@ class Publisher:
             self.server.close()
 
         self.do(close)
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
-from kvcached.events import server
+from kvcached.events import peers, server
 from kvcached.events.server import Endpoints
 from kvcached_client.protocol.zmtp import DEALER, GREETING, SUBSCRIBER, Role, encode_message, subscribe
 from tests.events.publisher import TIMEOUT_MS, Publisher
@@ -113,16 +114,16 @@ def test_stalled_subscriber_costs_a_bounded_buffer_and_hears_of_its_gap(publishe
             publisher.store(1000)
         waiting = max(
             peer._transport.get_write_buffer_size()
-            for peer in publisher.server._subscribers
+            for peer in publisher.server._events.connections
             if peer._transport is not None
         )
-        assert waiting <= server.UNREAD_BYTES_MAX + 200_000
+        assert waiting <= peers.UNREAD_BYTES_MAX + 200_000
         follow(router, publisher)
         last = publisher.server._stream.last.number.to_bytes(8, "big")
         received = bytearray()
         while last not in received[-400_000:]:
             received += stalled.recv(1 << 20)
-        assert len(received) < 4 * server.UNREAD_BYTES_MAX
+        assert len(received) < 4 * peers.UNREAD_BYTES_MAX
 
 
 def test_peers_that_do_not_speak_the_protocol_are_cut_off(publisher: Publisher) -> None:
@@ -141,9 +142,11 @@ def test_peers_that_do_not_speak_the_protocol_are_cut_off(publisher: Publisher) 
     publisher.store()
 
 
-def full_peers(publisher: Publisher) -> list[server._Peer]:
+def full_peers(publisher: Publisher) -> list[peers.Peer]:
     """Those who have much to read."""
-    return [each for each in (*publisher.server._subscribers, *publisher.server._askers) if each.is_full]
+    return [
+        each for each in (*publisher.server._events.connections, *publisher.server._replays.connections) if each.is_full
+    ]
 
 
 @pytest.mark.parametrize("role", [SUBSCRIBER, DEALER], ids=["events", "replays"])
@@ -166,14 +169,14 @@ def test_peer_that_reads_no_answers_is_not_read(publisher: Publisher, router: Ro
         assert sent < 16 << 20
         (full,) = full_peers(publisher)
         assert full._transport is not None
-        assert full._transport.get_write_buffer_size() < server.UNREAD_BYTES_MAX + (1 << 20)
+        assert full._transport.get_write_buffer_size() < peers.UNREAD_BYTES_MAX + (1 << 20)
         publisher.store()
         follow(router, publisher)
 
 
 def test_topics_beyond_the_limit_cut_a_peer_off(publisher: Publisher) -> None:
     """A subscription as ZMTP 3.0 sends it, a message, has no longer topic than one of ZMTP 3.1, a command."""
-    for size, is_taken in ((server.TOPIC_BYTES_MAX, True), (server.TOPIC_BYTES_MAX + 1, False)):
+    for size, is_taken in ((peers.TOPIC_BYTES_MAX, True), (peers.TOPIC_BYTES_MAX + 1, False)):
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(TIMEOUT_MS / 1000)
             peer.connect(publisher.endpoints.events.removeprefix("ipc://"))
@@ -190,26 +193,80 @@ def test_topics_beyond_the_limit_cut_a_peer_off(publisher: Publisher) -> None:
                         pass
 
 
-def test_connections_have_a_limit(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond its limit a socket refuses connections; when one ends there is room again."""
+def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its limit a socket refuses who has introduced itself; when a connection ends there is room again."""
     monkeypatch.setattr(server, "CONNECTIONS_MAX", 2)
-    path = publisher.endpoints.replay.removeprefix("ipc://")
-    peers = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-    try:
-        for peer in peers:
-            peer.settimeout(TIMEOUT_MS / 1000)
-            peer.connect(path)
-        assert [bool(peer.recv(64)) for peer in peers] == [True, True, False, False]
-    finally:
-        for peer in peers:
-            peer.close()
+    publisher = Publisher(tmp_path)
+
+    def introduced() -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(TIMEOUT_MS / 1000)
+        peer.connect(publisher.endpoints.replay.removeprefix("ipc://"))
+        peer.sendall(GREETING + DEALER.ready)
+        assert peer.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
+        return peer
+
+    def is_served(peer: socket.socket) -> bool:
+        with suppress(ConnectionError):
+            return b"READY" in peer.recv(64)
+        return False
+
+    with closing(publisher), ExitStack() as stack:
+        opened = [stack.enter_context(introduced()) for _ in range(4)]
+        assert [is_served(peer) for peer in opened] == [True, True, False, False]
+        opened[0].close()
+        end_s = time.monotonic() + TIMEOUT_MS / 1000
+        while not is_served(stack.enter_context(introduced())):
+            assert time.monotonic() < end_s
+
+
+def test_log_of_a_flood_is_bounded(publisher: Publisher, router: Router, caplog: pytest.LogCaptureFixture) -> None:
+    """Peers that connect anew each time they are cut off write a line of each kind, and others are served."""
+    subscriptions = GREETING + SUBSCRIBER.ready + subscribe(b"") * (peers.SUBSCRIPTIONS_MAX + 1)
+    requests = GREETING + DEALER.ready + encode_message([b"", b"what?"]) * (peers.REQUESTS_WAITING_MAX + 2)
+    events, replay = (place.removeprefix("ipc://") for place in publisher.endpoints)
+    for place, data in ((events, b"x" * 100), (events, subscriptions), (replay, b"x" * 100), (replay, requests)):
+        for _ in range(12):
+            with socket.socket(socket.AF_UNIX) as peer, suppress(ConnectionError):
+                peer.settimeout(TIMEOUT_MS / 1000)
+                peer.connect(place)
+                peer.sendall(data)
+                while peer.recv(1 << 16):
+                    pass
+
+    assert 4 <= len([each for each in caplog.records if each.levelno == logging.WARNING]) <= 5
+    publisher.store()
+    follow(router, publisher)
+
+
+def test_socket_of_a_living_daemon_is_left_alone(publisher: Publisher, router: Router, tmp_path: Path) -> None:
+    """A second publisher does not start at the place of one that lives, and takes nothing from it."""
+    with pytest.raises(OSError, match=r"endpoint: another process serves .*/events\.sock"):
+        Publisher(tmp_path)
+
+    publisher.store()
+    follow(router, publisher)
+    assert held(router) == 1
+
+
+def test_socket_that_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
+    """Files of sockets at which nobody listens are no obstacle: a killed daemon leaves them."""
+    for name in ("events.sock", "replay.sock"):
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(tmp_path / name))
+            left.listen()
+
+    with closing(Publisher(tmp_path)) as publisher, closing(Router(*publisher.endpoints)) as router:
+        publisher.store()
+        follow(router, publisher)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_file_in_the_way_is_named(tmp_path: Path) -> None:
     """A file that is no socket is left alone, and the error names it."""
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OSError, match="is no socket"):
-        server._bound(tmp_path / "file")
+        server._make_room(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
 
 

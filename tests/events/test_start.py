@@ -63,6 +63,20 @@ def test_endpoint_that_is_taken_fails_the_start(taken: int, tmp_path: Path) -> N
     assert list(config.run_dir.iterdir()) == []
 
 
+def test_socket_of_a_living_process_fails_the_start(tmp_path: Path) -> None:
+    """A place where somebody listens is not taken from there: the start fails, and what was opened is removed."""
+    place = tmp_path / "other.sock"
+    with closing(socket.socket(socket.AF_UNIX)) as other:
+        other.bind(str(place))
+        other.listen()
+        config = config_of(tmp_path, replay_endpoint=f"ipc://{place}")
+
+        with pytest.raises(OSError, match=rf"\[events\] replay_endpoint: another process serves {place};"):
+            open_events(config, is_takeover=False)
+    assert place.is_socket()
+    assert list(config.run_dir.iterdir()) == []
+
+
 @pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1:{taken}", "ipc:///missing/dir/e.sock"])
 def test_takeover_goes_on_without_an_endpoint(

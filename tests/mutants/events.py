@@ -9,7 +9,7 @@ from kvcached.core.slots.announced import Announced
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.transfers import prefetch
 from kvcached.core.transfers.table import TransferTable
-from kvcached.events.server import _Peer
+from kvcached.events.peers import Peer
 from kvcached.events.stream import EventStream
 from kvcached.recovery import run_dir
 from tests.mutants.mutant import caught_by, rewrite
@@ -50,7 +50,7 @@ def stored_blocks_told_too_early(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/events/test_server.py::test_peer_that_reads_no_answers_is_not_read[events]")
 def pings_answered_without_a_limit(patch: pytest.MonkeyPatch) -> None:
     """A peer that sends pings and reads nothing takes the daemon's memory."""
-    rewrite(patch, _Peer._take, "if self.is_full:", "if False:")
+    rewrite(patch, Peer._take, "if self.is_full:", "if False:")
 
 
 @caught_by("tests/core/test_reuse.py::test_namespace_of_smaller_blocks_changes_no_estimate_of_the_others")
