@@ -89,6 +89,10 @@ class EventServer:
     def close(self) -> None:
         """Publish what is left, and end."""
         self._publish()
+        while self._stream.has_more:
+            self._publish()
+        if self._timer is not None:
+            self._timer.cancel()
         self._events.close()
         self._replays.close()
 
@@ -101,6 +105,8 @@ class EventServer:
             data = message_of(batch)
             for peer in self._events.connections:
                 peer.offer(batch.topic, data)
+        if self._stream.has_more:
+            self._timer = self._loop.call_later(0, self._publish)
 
 
 class _Socket:

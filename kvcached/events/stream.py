@@ -21,10 +21,17 @@ from kvcached.core.slots.announced import Announced
 from kvcached.events.wire import encode_batch
 from kvcached_client.types import KEY_SIZE_BYTES
 
-#: Keys of one event at most: 300 KB, which a slow subscriber may have to wait for.
+#: Keys of one event at most, and of all events of a batch, if these are few: 300 KB, for which a slow subscriber may
+#: have to wait.
 KEYS_PER_EVENT_MAX: Final = 16_384
+#: What an event takes beside its keys, in keys: blocks without neighbours are an event each.
+EVENT_KEYS: Final = 12
+#: Changes that one flush takes. Where each is of one block, that takes some 4 ms, and the next turn goes on.
+CHANGES_PER_FLUSH_MAX: Final = 2048
 #: Slots of a pool that one piece of a snapshot looks at: some 100 us.
 SLOTS_PER_PIECE: Final = 2048
+#: Events of a piece at most: 0.5 ms and 60 KB. A pool with more has stretches of less than eight blocks.
+EVENTS_PER_PIECE: Final = 256
 #: Of a batch beside its payload: a tuple, a number, places in a deque.
 _BATCH_OVERHEAD_BYTES: Final = 200
 #: Numbers of one millisecond, in which an epoch is: far more batches than are ever published in it.
@@ -75,22 +82,30 @@ class EventStream:
         self.last = self._publish(topic, [], None)
 
     def flush(self) -> list[Batch]:
-        """What has changed since the last time: a batch for each tier, more where there is much."""
+        """What has changed since the last time, the oldest changes first: a batch for each tier, or several.
+
+        Where `has_more` is true afterwards, there is more than one turn of the event loop should make.
+        """
         if not self._changes:
             return []
         by_tier: dict[tuple[bytes, int | None], list[IndexChange]] = {}
         tier, part = None, []
-        for change in self._changes:
+        for change in self._changes[:CHANGES_PER_FLUSH_MAX]:
             if change.tier is not tier:  # most of a flush is about one tier
                 tier = change.tier
                 part = by_tier.setdefault((tier.namespace, tier.rank), [])
             part.append(change)
-        self._changes.clear()
+        del self._changes[:CHANGES_PER_FLUSH_MAX]
         return [
             self._publish(self._topic + part[0].tier.label, part, part[0].tier.rank)
             for each in by_tier.values()
             for part in _parts(_merged(each))
         ]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something has changed that is not published yet."""
+        return bool(self._changes)
 
     def replay(self, start: int) -> Iterator[Batch]:
         """The batches from a number on that are kept; each is looked up when it is taken."""
@@ -103,17 +118,17 @@ class EventStream:
     def snapshot(self) -> Iterator[Batch]:
         """All blocks that routers should know of: an empty batch, whose number is the snapshot's, then pieces.
 
-        What has changed before is published first, by the caller. A piece shows the index when it is taken.
+        A piece shows the index when it is taken, which may be ahead of what is published.
         """
         number = self._next - 1
         yield Batch(b"", number, b"")
         for announced in self._tiers():
             slot = announced.next_known(0)
             while slot >= 0:
-                stored = announced.section(slot, SLOTS_PER_PIECE)
+                stored, slot = announced.section(slot, SLOTS_PER_PIECE, EVENTS_PER_PIECE)
                 if stored:
                     yield self._batch(number, self._topic + stored[0].tier.label, stored, stored[0].tier.rank)
-                slot = announced.next_known(slot + SLOTS_PER_PIECE)
+                slot = announced.next_known(slot)
 
     def _publish(self, topic: str, changes: list[IndexChange], rank: int | None) -> Batch:
         batch = self._batch(self._next, topic, changes, rank)
@@ -160,30 +175,32 @@ def _joined(changes: list[IndexChange]) -> IndexChange:
 
 
 def _parts(changes: list[IndexChange]) -> Iterator[list[IndexChange]]:
-    """The changes in portions of `KEYS_PER_EVENT_MAX` keys at most."""
-    if sum(map(_size, changes)) <= KEYS_PER_EVENT_MAX:
+    """The changes in portions that are no larger than an event of `KEYS_PER_EVENT_MAX` keys."""
+    size_max = KEYS_PER_EVENT_MAX + EVENT_KEYS
+    if sum(map(_size, changes)) <= size_max:
         yield changes
         return
     part: list[IndexChange] = []
-    room = KEYS_PER_EVENT_MAX
+    room = size_max
     for change in changes:
         for piece in _pieces(change):
             size = _size(piece)
             if size > room:
                 yield part
-                part, room = [], KEYS_PER_EVENT_MAX
+                part, room = [], size_max
             part.append(piece)
             room -= size
     yield part
 
 
 def _size(change: IndexChange) -> int:
-    return 1 if isinstance(change, AllRemoved) else len(change.keys) // KEY_SIZE_BYTES
+    """What it takes in a batch, in keys."""
+    return EVENT_KEYS if isinstance(change, AllRemoved) else EVENT_KEYS + len(change.keys) // KEY_SIZE_BYTES
 
 
 def _pieces(change: IndexChange) -> Iterator[IndexChange]:
     """A change in pieces that fit a batch each."""
-    if isinstance(change, AllRemoved) or _size(change) <= KEYS_PER_EVENT_MAX:
+    if isinstance(change, AllRemoved) or len(change.keys) <= KEYS_PER_EVENT_MAX * KEY_SIZE_BYTES:
         yield change
         return
     step = KEYS_PER_EVENT_MAX * KEY_SIZE_BYTES

@@ -51,15 +51,26 @@ def test_blocks_behind_a_fence_are_not_told_as_gone(announced: Announced, change
 
 def test_section_shows_chains_in_pieces(announced: Announced) -> None:
     """A section of the slots names each block once, with the key before it."""
-    sections = [announced.section(first, 2) for first in range(0, 8, 2)]
+    sections = [announced.section(first, 2, 9) for first in range(0, 8, 2)]
 
     assert sections == [
-        [BlocksStored(TIER, keys("b"), keys("c"))],
-        [BlocksStored(TIER, keys("c"), keys("d"))],
-        [BlocksStored(TIER, b"", keys("ab"))],
-        [],
+        ([BlocksStored(TIER, keys("b"), keys("c"))], 2),
+        ([BlocksStored(TIER, keys("c"), keys("d"))], 4),
+        ([BlocksStored(TIER, b"", keys("ab"))], 6),
+        ([], 8),
     ]
     assert [announced.next_known(slot) for slot in (0, 3, 6)] == [1, 4, -1]
+
+
+def test_section_of_many_stretches_says_where_to_go_on(announced: Announced) -> None:
+    """No more stretches are told than are wanted; the next section begins with the next of them."""
+    announced.add(b"", keys("x"), array("i", [7, 1]))
+    (cd, ab, x) = announced.section(0, 8, 3)[0]
+
+    assert announced.section(0, 8, 3) == ([cd, ab, x], 8)
+    assert announced.section(0, 8, 2) == ([cd, ab], 7)
+    assert announced.section(0, 8, 1) == ([cd], 4)
+    assert announced.section(7, 8, 1) == ([x], 15)
 
 
 def test_cleared_pool_tells_nothing_more_of_what_it_held(announced: Announced, changes: list[IndexChange]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvcached.events import peers, server
+from kvcached.events import peers, server, stream
 from kvcached.events.server import Endpoints
 from kvcached_client.protocol.zmtp import DEALER, GREETING, SUBSCRIBER, Role, encode_message, subscribe
 from tests.events.publisher import TIMEOUT_MS, Publisher
@@ -48,6 +48,19 @@ def test_subscriber_of_libzmq_gets_batches_in_order(publisher: Publisher, router
     follow(router, publisher)
 
     assert (held(router), router.seen) == (43, {"gaps": 1, "snapshots": 1})
+
+
+def test_more_changes_than_one_turn_takes_are_all_published(
+    publisher: Publisher, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a turn leaves is published in the next one, without a further change."""
+    publisher.store()
+    follow(router, publisher)
+    monkeypatch.setattr(stream, "CHANGES_PER_FLUSH_MAX", 10)
+
+    publisher.store(95)
+    while held(router) < 96:
+        assert router.take(TIMEOUT_MS)
 
 
 def test_new_subscriber_gets_the_last_batch(publisher: Publisher, router: Router) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcached.core.messages import BlocksRemoved, BlocksStored, IndexChange, Tier
+from kvcached.core.slots.announced import Announced
+from kvcached.core.slots.ranges import one_range
 from kvcached.events import stream, wire
 from kvcached.events.stream import EventStream
 
@@ -68,6 +70,31 @@ def test_large_changes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert sizes == [[3], [4], [4], [2]]
     assert [getattr(events[0], "parent_block_hash") for events in found] == [None, None, keys(1, 3), keys(1, 7)]  # noqa: B009
+
+
+def test_blocks_without_neighbours_take_no_larger_messages() -> None:
+    """Of blocks that are an event each, neither a message nor a piece of a snapshot has more bytes than of others."""
+    changes: list[IndexChange] = []
+    count = 10_000
+    announced = Announced(changes, HOST, count)
+    for slot in range(count):
+        announced.add(keys(1, 2 * count + slot), keys(1, slot), one_range(slot, 1))
+    events = EventStream(changes, lambda: [announced], topic="", epoch=1, buffer_bytes=1, now_s=lambda: 1.0)
+
+    batches, turns = [], 0
+    while events.has_more:
+        turns += 1
+        batches += events.flush()
+    begin, *pieces = events.snapshot()
+
+    assert begin.number == batches[-1].number
+    assert turns == -(-count // stream.CHANGES_PER_FLUSH_MAX)
+    for told, size_max in ((batches, 320_000), (pieces, 64_000)):
+        assert max(len(batch.payload) for batch in told) < size_max
+        stored = [event for batch in told for event in wire.decode_batch(batch.payload).events]
+        assert [key for event in stored if isinstance(event, wire.BlockStored) for key in wire.hashes_of(event)] == [
+            keys(1, slot) for slot in range(count)
+        ]
 
 
 def test_buffer_is_bounded() -> None:

@@ -91,18 +91,23 @@ class Announced:
         """The first slot from `slot` on whose block routers know of; -1 where there is none."""
         return self._known.find(_ONE, slot)
 
-    def section(self, first: int, count: int) -> list[BlocksStored]:
-        """The blocks in slots ``[first, first + count)``, neighbours of a chain together."""
+    def section(self, first: int, count: int, stretches_max: int) -> tuple[list[BlocksStored], int]:
+        """The blocks in slots ``[first, first + count)``, neighbours of a chain together, and where to go on.
+
+        At most so many stretches are told: one costs as much as a dozen blocks that continue a chain.
+        """
         known = np.frombuffer(self._known, np.uint8)[first : first + count]
         slots = np.flatnonzero(known) + first
         if not len(slots):
-            return []
+            return [], first + count
         keys, parents = _rows(self._keys, slots), _rows(self._parents, slots)
         starts = [0, *(np.flatnonzero((parents[1:] != keys[:-1]).any(axis=1)) + 1).tolist(), len(slots)]
-        return [
+        is_whole = len(starts) <= stretches_max + 1
+        told = [
             BlocksStored(self.tier, _parent(parents[start].tobytes()), keys[start:end].tobytes())
-            for start, end in pairwise(starts)
+            for start, end in pairwise(starts[: stretches_max + 1])
         ]
+        return told, first + count if is_whole else int(slots[starts[stretches_max]])
 
     def recount(self) -> int:
         """`count`, counted afresh."""
