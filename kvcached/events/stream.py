@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvcached.core.messages import AllRemoved, BlocksStored, IndexChange
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange
 from kvcached.core.slots.announced import Announced
 from kvcached.events.wire import encode_batch
 from kvcached_client.types import KEY_SIZE_BYTES
@@ -79,6 +79,7 @@ class EventStream:
         self._held_bytes = 0
         self._kept: deque[Batch] = deque()
         self._next = epoch * _NUMBERS_PER_MS
+        self._is_ahead = False  #: a snapshot may have shown blocks whose changes are not published yet
         self.last = self._publish(topic, [], None)
 
     def flush(self) -> list[Batch]:
@@ -94,11 +95,16 @@ class EventStream:
             if change.tier is not tier:  # most of a flush is about one tier
                 tier = change.tier
                 part = by_tier.setdefault((tier.namespace, tier.rank), [])
-            part.append(change)
+            if part and type(change) is BlocksRemoved and not self._is_ahead and _undoes(change, part[-1]):
+                part.pop()
+            else:
+                part.append(change)
         del self._changes[:CHANGES_PER_FLUSH_MAX]
+        self._is_ahead = self._is_ahead and self.has_more
         return [
             self._publish(self._topic + part[0].tier.label, part, part[0].tier.rank)
             for each in by_tier.values()
+            if each
             for part in _parts(_merged(each))
         ]
 
@@ -127,6 +133,7 @@ class EventStream:
             while slot >= 0:
                 stored, slot = announced.section(slot, SLOTS_PER_PIECE, EVENTS_PER_PIECE)
                 if stored:
+                    self._is_ahead = self._is_ahead or self.has_more
                     yield self._batch(number, self._topic + stored[0].tier.label, stored, stored[0].tier.rank)
                 slot = announced.next_known(slot)
 
@@ -142,6 +149,14 @@ class EventStream:
 
     def _batch(self, number: int, topic: str, changes: Sequence[IndexChange], rank: int | None) -> Batch:
         return Batch(topic.encode(), number, encode_batch(self._now_s(), changes, rank))
+
+
+def _undoes(change: BlocksRemoved, before: IndexChange) -> bool:
+    """Whether blocks leave that came just now, as those of a health check do: nobody needs to hear of them.
+
+    Where a snapshot has shown them meanwhile, their removal has to be told.
+    """
+    return type(before) is BlocksStored and change.keys == before.keys and change.tier == before.tier
 
 
 def _merged(changes: list[IndexChange]) -> list[IndexChange]:

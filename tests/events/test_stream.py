@@ -72,6 +72,43 @@ def test_large_changes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [getattr(events[0], "parent_block_hash") for events in found] == [None, None, keys(1, 3), keys(1, 7)]  # noqa: B009
 
 
+def test_blocks_that_leave_at_once_are_not_told() -> None:
+    """Blocks that come and leave between two batches, as those of a health check, make no event."""
+    changes: list[IndexChange] = []
+    announced = Announced(changes, TIER, 8)
+    events = EventStream(changes, lambda: [announced], topic="", epoch=1, buffer_bytes=1, now_s=lambda: 1.0)
+    announced.add(b"", keys(2), one_range(0, 2))
+    announced.remove(one_range(0, 2))
+
+    assert events.flush() == []
+
+    announced.add(b"", keys(1), one_range(0, 1))
+    announced.add(b"", keys(2, 7), one_range(2, 2))
+    announced.remove(one_range(2, 2))
+    (batch,) = events.flush()
+    (stored,) = wire.decode_batch(batch.payload).events
+    assert isinstance(stored, wire.BlockStored)
+    assert wire.hashes_of(stored) == [keys(1)]
+
+
+def test_blocks_that_a_snapshot_has_shown_are_told_as_gone() -> None:
+    """Where a snapshot was taken between a block's two changes, both are told: its reader knows of the block."""
+    changes: list[IndexChange] = []
+    announced = Announced(changes, TIER, 8)
+    events = EventStream(changes, lambda: [announced], topic="", epoch=1, buffer_bytes=1, now_s=lambda: 1.0)
+    announced.add(b"", keys(2), one_range(0, 2))
+    _, piece = events.snapshot()
+    announced.remove(one_range(0, 2))
+
+    (batch,) = events.flush()
+
+    assert [type(event).__name__ for event in wire.decode_batch(piece.payload).events] == ["BlockStored"]
+    assert [type(event).__name__ for event in wire.decode_batch(batch.payload).events] == [
+        "BlockStored",
+        "BlockRemoved",
+    ]
+
+
 def test_blocks_without_neighbours_take_no_larger_messages() -> None:
     """Of blocks that are an event each, neither a message nor a piece of a snapshot has more bytes than of others."""
     changes: list[IndexChange] = []
