@@ -74,7 +74,7 @@ def test_section_of_many_stretches_says_where_to_go_on(announced: Announced) -> 
 
 
 def test_cleared_pool_tells_nothing_more_of_what_it_held(announced: Announced, changes: list[IndexChange]) -> None:
-    """After a clear no block is told as gone, and what comes belongs to the next generation."""
+    """After a clear no block is told as gone again, and what comes belongs to the next generation."""
     changes.clear()
 
     announced.remove_all()
@@ -83,6 +83,20 @@ def test_cleared_pool_tells_nothing_more_of_what_it_held(announced: Announced, c
     announced.add(b"", keys("x"), array("i", [0, 1]))
 
     assert changes == [
-        AllRemoved(TIER),
+        BlocksRemoved(TIER, keys("cdab")),
         BlocksStored(TIER._replace(namespace=b"other", generation=4), b"", keys("x")),
     ]
+
+
+@pytest.mark.parametrize(("held", "is_named"), [(0, True), (1, True), (16_384, True), (16_385, False)])
+def test_clear_names_blocks_that_are_few(held: int, is_named: bool, changes: list[IndexChange]) -> None:
+    """A clear of an empty pool tells nothing, one of a few blocks names them, one of many says that all are gone."""
+    announced = Announced(changes, TIER, 20_000)
+    every = b"".join(number.to_bytes(16, "big") for number in range(held))
+    announced.inherit(b"", every, array("i", [0, held]))
+
+    announced.remove_all()
+
+    expected: IndexChange = BlocksRemoved(TIER, every) if is_named else AllRemoved(TIER)
+    assert changes == ([expected] if held else [])
+    assert announced.count == announced.recount() == 0

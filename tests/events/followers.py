@@ -139,7 +139,8 @@ class Followers:
 
     def end(self) -> None:
         """Everybody connects, and is exact."""
-        self.publish()
+        while self.stream.has_more:
+            self.publish()
         for follower in self.all:
             follower.disconnect(is_killed=False)
             follower.connect()

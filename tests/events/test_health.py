@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from http import HTTPStatus
 
 import pytest
 
 from kvcached.core.cache import Cache
 from kvcached.events.stream import EventStream
-from kvcached_client.protocol import engine as wire
+from tests.monitoring.registry import pages_of
 from tests.service import office as office_module
 from tests.service.office import FakePeer, Office, key_chain
 
@@ -19,20 +20,14 @@ def test_health_check_makes_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(office_module, "Cache", partial(Cache, announces=True))
     office = Office("a")
 
-    async def check() -> wire.HealthReport:
-        answers = office.ask_late(wire.Health(id=office.next_id()))
-        while not answers:
-            await asyncio.sleep(0)
-        (answer,) = answers
-        assert isinstance(answer.header, wire.HealthReport)
-        return answer.header
-
     cache = office.cache
     events = EventStream(cache.index_changes, cache.announced, topic="", epoch=1, buffer_bytes=1, now_s=lambda: 1.0)
     office.enter(FakePeer(1))
     office.store(key_chain(3))
     assert len(events.flush()) == 1
 
-    assert asyncio.run(check()).ok
+    page = asyncio.run(pages_of(office).get("/readyz", ""))
+
+    assert page.status == HTTPStatus.OK
     assert cache.index_changes
     assert events.flush() == []

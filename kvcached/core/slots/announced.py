@@ -16,6 +16,9 @@ from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, Inde
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached_client.types import KEY_SIZE_BYTES
 
+#: Of a pool with more blocks routers are told that all are gone, and not which: so many keys would take the daemon's
+#: time, and more than is kept for a subscriber.
+_GONE_MAX = 16_384
 _ONE = b"\1"
 _NO_PARENT = bytes(KEY_SIZE_BYTES)
 
@@ -78,10 +81,17 @@ class Announced:
             self._changes.append(BlocksRemoved(self.tier, b"".join(gone)))
 
     def remove_all(self) -> None:
-        """Nobody finds any of the blocks any more."""
+        """Nobody finds any of the blocks any more.
+
+        Some routers take "all" for all of a daemon: blocks that are few are named.
+        """
+        if self.count > _GONE_MAX:
+            self._changes.append(AllRemoved(self.tier))
+        elif self.count:
+            slots = np.flatnonzero(np.frombuffer(self._known, np.uint8))
+            self._changes.append(BlocksRemoved(self.tier, _rows(self._keys, slots).tobytes()))
         self._known = bytearray(self.slots)
         self.count = 0
-        self._changes.append(AllRemoved(self.tier))
 
     def rename(self, namespace: bytes, generation: int) -> None:
         """What comes now belongs to another generation of the namespace."""
