@@ -162,8 +162,8 @@ def test_stalled_subscribers_delay_nobody(running: Path) -> None:
             each.close()
 
 
-def test_clear_is_told_as_one_event(running: Path) -> None:
-    """`kvcached clear` and new weights are told for each tier as all cleared, with the next generation behind it."""
+def test_clear_is_told(running: Path) -> None:
+    """`kvcached clear` and new weights are told for each tier: nothing of it is there any more."""
     router = Router.of(running)
     with Client.connect(running) as client:
         store(client, 1)
