@@ -52,7 +52,7 @@ class Rejoin:
         if session is None or not session.may_return:
             raise Refusal(Why.NOT_RESUMABLE, session=session_id)
         if session.state is SessionState.ACTIVE:
-            session.expire(self._cache.worker_copies.cut_off)
+            session.expire(self._cache.worker_copies.cut_off, Why.SESSION_SILENT)
         session.resume(now_ms, fence)
         session.count_in(self._cache.counters)
         session.counters["sessions_resumed"] += 1
