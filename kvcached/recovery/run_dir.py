@@ -113,7 +113,7 @@ def _check_sockets(run_dir: Path) -> None:
 
 
 def _next_epoch(lock: int, run_dir: Path) -> int:
-    """An epoch larger than any before it. If the lock file is damaged, the clock and the ledger ensure that.
+    """An epoch larger than any before it. If the lock file has none, the clock and the ledger ensure that.
 
     It is larger by the time since the start before, whatever the clock says: a daemon gives numbers, as those of its
     events, that begin with its epoch and grow no faster than time.
@@ -121,14 +121,24 @@ def _next_epoch(lock: int, run_dir: Path) -> int:
     text = os.pread(lock, _LOCK_BYTES_MAX + 1, 0).strip()
     found = _LOCK.fullmatch(text) if len(text) <= _LOCK_BYTES_MAX else None
     before, started_ms = (EPOCH_MAX, -1) if found is None else (int(found[1] or 0), int(found[2] or -1))
-    if before >= EPOCH_MAX:
-        _log.warning("%s is damaged: it begins with %r, which is not an epoch", run_dir / LOCK_NAME, text[:20])
-        ledger = read_ledger(run_dir / LEDGER_NAME)
-        before, started_ms = 0 if ledger is None or ledger.epoch >= EPOCH_MAX else ledger.epoch, -1
+    if not 0 < before < EPOCH_MAX:
+        if text:
+            _log.warning("%s is damaged: it begins with %r, which is not an epoch", run_dir / LOCK_NAME, text[:20])
+        before, started_ms = _epoch_of_the_ledger(run_dir), -1
     now_ms, since_boot_ms = time.time_ns() // 1_000_000, _since_boot_ms()
     if 0 <= started_ms <= since_boot_ms:
         return max(before + 1 + since_boot_ms - started_ms, now_ms)
     return now_ms if now_ms > before else before + _LONG_LIFE_MS
+
+
+def _epoch_of_the_ledger(run_dir: Path) -> int:
+    """The epoch of the daemon that wrote the ledger, whose claims must not be taken for this daemon's; 0 without one.
+
+    Somebody may have removed or emptied the lock file alone.
+    """
+    path = run_dir / LEDGER_NAME
+    ledger = read_ledger(path) if os.path.lexists(path) else None
+    return 0 if ledger is None or ledger.epoch >= EPOCH_MAX else ledger.epoch
 
 
 def _since_boot_ms() -> int:

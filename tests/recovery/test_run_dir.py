@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.recovery.run_dir import claim_run_dir
+from kvcached.recovery.state_file import LEDGER_NAME, Ledger, LedgerFile, boot_id
 from kvcached_client.transport.run_dir import LOCK_NAME
 
 HOUR_MS = 60 * 60 * 1000
@@ -79,3 +80,16 @@ def test_damaged_lock_file_is_replaced(clocks: Clocks, text: str, caplog: pytest
     assert "is damaged" in caplog.text
     clocks.go_on(1000, wall_ms=-HOUR_MS)
     assert clocks.start() == WALL_MS + 1001
+
+
+@pytest.mark.parametrize("text", [None, "", "0", "garbage"], ids=["missing", "empty", "zero", "damaged"])
+def test_epoch_does_not_go_back_where_the_lock_file_has_none(clocks: Clocks, text: str | None) -> None:
+    """The ledger says which epoch was before, though the clock was set back: no claim of before is of this daemon."""
+    before = clocks.start()
+    LedgerFile(clocks.run_dir / LEDGER_NAME).write(Ledger(boot=boot_id(), epoch=before))
+    clocks.go_on(1000, wall_ms=-HOUR_MS)
+    (clocks.run_dir / LOCK_NAME).unlink()
+    if text is not None:
+        (clocks.run_dir / LOCK_NAME).write_text(text)
+
+    assert clocks.start() > before
