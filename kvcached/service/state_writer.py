@@ -44,7 +44,7 @@ from kvcached.recovery.state_file import (
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import Later
 from kvcached.service.replica import Replica
-from kvcached.service.sessions import EarlierName, EngineGroup, EngineGroups
+from kvcached.service.sessions import EarlierName, EngineGroup, EngineGroups, Peer
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.protocol.engine import HealthPart
 
@@ -209,7 +209,6 @@ class StateWriter:
                 name, resumed_as = group.found.names[0], group.found.resumed_as
         else:
             return None
-        members = (MemberRecord(process=each.identity, shard=group.shard_of.get(each)) for each in group.members)
         return SessionRecord(
             id=name.earlier[1],
             epoch=name.earlier[0],
@@ -217,7 +216,7 @@ class StateWriter:
             place=place,
             instance=group.instance.hex(),
             token_digest=name.token_digest.hex(),
-            members=tuple(dict.fromkeys(members)),  # a process has a connection for each of its mappings
+            members=_members(group),
             is_over=group.is_over,
             resumed_as=UNSET if resumed_as is None else _earlier(resumed_as),
         )
@@ -226,6 +225,28 @@ class StateWriter:
 def _earlier(name: EarlierName) -> EarlierRecord:
     epoch, session = name.earlier
     return EarlierRecord(id=session, epoch=epoch, token_digest=name.token_digest.hex())
+
+
+def _members(group: EngineGroup) -> tuple[MemberRecord, ...]:
+    """Each process of a group once, in the order of its members: a process has a connection for each of its mappings.
+
+    The next daemon waits for as many processes as are written down. Where it is not known whether two that cannot be
+    seen from here are the same process, they are two: it would otherwise take slots that one may write for free when
+    the other one is dead.
+    """
+    found: list[tuple[Peer, MemberRecord]] = []
+    for peer in group.members:
+        record = MemberRecord(process=peer.identity, shard=group.shard_of.get(peer))
+        if not any(record == other and _is_one_process(peer, known) for known, other in found):
+            found.append((peer, record))
+    return tuple(record for _, record in found)
+
+
+def _is_one_process(peer: Peer, other: Peer) -> bool:
+    """Whether two peers of equal identities, or of none, are known to be one process."""
+    if peer.identity is not None:
+        return True
+    return peer.is_seen and other.is_seen and peer.is_same_process(other)
 
 
 def _with_allocated(record: HostPoolRecord, cache: Cache) -> HostPoolRecord:

@@ -16,7 +16,9 @@ from msgspec import UNSET
 from kvcached.config.tables import StorageLayout
 from kvcached.core.messages import Ticked
 from kvcached.core.restart.restore import RestoredCache
+from kvcached.core.slots.states import SlotState
 from kvcached.process.identity import ProcessIdentity
+from kvcached.process.peer import UnseenProcess
 from kvcached.recovery.state_file import EarlierRecord, HostPoolRecord, Ledger, LedgerFile, boot_id, read_ledger
 from kvcached.service.sessions import FoundSession
 from kvcached.service.state_writer import StatePlace
@@ -56,6 +58,24 @@ def process(pid: int) -> FakePeer:
     return FakePeer(pid, identity=ProcessIdentity(pid, 1000 + pid))
 
 
+class Written(OffloadOffice):
+    """A service that writes its ledger."""
+
+    def hello_and_join(self, peers: list[FakePeer]) -> None:
+        """A session on a device pool: of the first process, and of the others, which map the pool."""
+        welcome = self.expect(wire.Welcome, self.hello(peers[0]))
+        for peer in peers[1:]:
+            self.service.join(peer, welcome.session, welcome.token, 0)  # type: ignore[arg-type]
+
+
+def members_in(path: Path) -> list[ProcessIdentity | None]:
+    """The processes of the only session in a ledger."""
+    ledger = read_ledger(path)
+    assert ledger is not None
+    (session,) = ledger.sessions
+    return [each.process for each in session.members]
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.json"
@@ -67,8 +87,8 @@ def notes(path: Path) -> Notes:
 
 
 @pytest.fixture
-def office(path: Path, notes: Notes) -> OffloadOffice:
-    return OffloadOffice(state_place=StatePlace(LedgerFile(path), boot_id(), RECORD), headers=notes)
+def office(path: Path, notes: Notes) -> Written:
+    return Written(state_place=StatePlace(LedgerFile(path), boot_id(), RECORD), headers=notes)
 
 
 def ledger_at_reply(office: Office, path: Path, request: wire.Request, *frames: bytes) -> tuple[Any, Ledger]:
@@ -127,14 +147,45 @@ def test_engine_on_a_pool_is_known_with_its_shards(office: OffloadOffice, path: 
     office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
 
 
-def test_process_is_written_down_once(office: OffloadOffice, path: Path) -> None:
+def test_process_is_written_down_once(office: Written, path: Path) -> None:
     """A process that maps the pool again, as one does after each restart, is one member for the next daemon."""
-    welcome, _ = ledger_at_reply(office, path, office.hello(process(1)))
-    for _ in range(3):
-        office.service.join(process(2), welcome.session, welcome.token, 0)  # type: ignore[arg-type]
+    office.hello_and_join([process(1), *(process(2) for _ in range(3))])
+    assert members_in(path) == [process(1).identity, process(2).identity]
+
+
+def test_unseen_process_is_written_down_once(office: Written, path: Path) -> None:
+    """The same for a process without an identity, whose connections are known to be of one process."""
+    office.hello_and_join([FakePeer(1), FakePeer(2), FakePeer(2)])
+    assert members_in(path) == [None, None]
+
+
+def test_unseen_processes_that_may_be_several_are_several(office: Written, path: Path) -> None:
+    """A scheduler and two shards of another pid namespace are three members for the next daemon."""
+    office.hello_and_join([FakePeer(0), FakePeer(0), FakePeer(0)])
+    assert members_in(path) == [None, None, None]
+
+
+def test_pool_is_not_free_while_unseen_shards_may_live(office: Written, path: Path) -> None:
+    """After a restart the scheduler of another pid namespace rejoins and dies: its shards may be writing the pool."""
+    office.hello_and_join([FakePeer(0), FakePeer(0), FakePeer(0)])
     ledger = read_ledger(path)
     assert ledger is not None
-    assert [each.process for each in ledger.sessions[0].members] == [process(1).identity, process(2).identity]
+    members: list[tuple[Any, Any]] = [(UnseenProcess(), each.shard) for each in ledger.sessions[0].members]
+    after, token, scheduler = Office("a"), b"t" * 32, FakePeer(0)
+    session = RestoredCache(after.cache).pool_session("a")
+    digest = hashlib.sha256(token).digest()
+    after.service.take_in({}, [FoundSession(session, (EPOCH - 1, 5), digest, b"", members)])
+    member = after.service.identify(scheduler).member
+    rejoin = wire.Rejoin(
+        id=after.next_id(), version_min=1, version_max=1, member=member, session=5, daemon_epoch=EPOCH - 1,
+        token=token, layout="", namespace=b"n" * 32, fence=0,
+    )  # fmt: skip
+    after.expect(wire.Welcome, rejoin)
+
+    scheduler.dead = True
+    after.service.peer_lost(scheduler)
+
+    assert after.count("a", SlotState.FREE) == 0
 
 
 def test_engine_that_has_not_returned_is_written_down_as_it_was(office: OffloadOffice, path: Path) -> None:
