@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop
 
@@ -30,23 +31,23 @@ from kvcached.core.generations import RANDOM_BITS, Edition, Generations
 from kvcached.core.messages import Ticked
 from kvcached.events_start import start_events
 from kvcached.garbage import only_young
-from kvcached.memory.available import NotEnoughMemory, check_available
+from kvcached.memory.available import NotEnoughMemory, await_available
 from kvcached.memory.host_pool import HostHeaders, HostMemory
 from kvcached.process.access import Access
 from kvcached.process.earlier import end_earlier
 from kvcached.process.file_access import PASS, let_in
 from kvcached.process.seqpacket import SocketFile
 from kvcached.recovery.engine_pools import EnginePools
-from kvcached.recovery.fd_store import STOPPING, notify
+from kvcached.recovery.fd_store import STOPPING, is_anything_stored, notify
 from kvcached.recovery.generations import (
     editions_of,
     first_of,
     generation_of,
     write_policy_of,
 )
+from kvcached.recovery.inheritance import Inheritance, inherit, ledger_file, take_over_timed
 from kvcached.recovery.run_dir import RunDirUnusable, claim_run_dir
 from kvcached.recovery.state_file import boot_id
-from kvcached.recovery.takeover import Inheritance, inherit, ledger_file, take_over_timed
 from kvcached.recovery.watchdog import Pings
 from kvcached.replica_start import Holder, News, new_replica, new_workers, verify
 from kvcached.server.attach import AttachServer
@@ -70,6 +71,21 @@ from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAM
 log = logging.getLogger(__name__)
 
 _STDERR = 2
+#: How long a start waits for memory that an earlier daemon had: systemd closes descriptors in the background, and the
+#: kernel takes seconds to free tens of gigabytes.
+_FREED_WAIT_S = 10.0
+
+
+class _Earlier(NamedTuple):
+    """What earlier daemons have left, and a start that fails leaves to the second one.
+
+    Attributes:
+        engine_pools: those that were kept, once the first start has taken them over.
+        is_anything: whether the service manager has kept any memory.
+    """
+
+    engine_pools: EnginePools
+    is_anything: bool
 
 
 def run(config: Config) -> int:
@@ -124,37 +140,45 @@ def _on_hangup() -> None:
 
 
 async def _started(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) -> Service:
-    """Start; once more without what an earlier daemon left where that makes the first start fail."""
+    """Start; once more without what an earlier daemon left where that makes the first start fail.
+
+    Engine pools stay for the second start: they need no ledger, and a pool of which this daemon did not know would
+    come back to the next one with blocks that were cleared meanwhile.
+    """
+    limit_bytes = 0 if config.offload is None else config.offload.device_memory_bytes
+    turns = asyncio.Semaphore(AT_ONCE_MAX)
+    earlier = _Earlier(EnginePools(limit_bytes, make_on_device=partial(make_on_device, turns)), is_anything_stored())
+    parts.callback(earlier.engine_pools.close)
     try:
-        return await _start_whole(config, epoch, stop, parts)
+        return await _start_whole(config, epoch, stop, earlier, parts)
     except LedgerUnusable as error:
         log.error("the memory of the previous daemon cannot be taken over, and is dropped: %s", error)  # noqa: TRY400
         log.debug("the reason", exc_info=error)
     stop.at_once.clear()
     ledger_file(config.run_dir).remove()
-    return await _start_whole(config, epoch, stop, parts)
+    return await _start_whole(config, epoch, stop, earlier, parts)
 
 
-async def _start_whole(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) -> Service:
+async def _start_whole(config: Config, epoch: int, stop: Stop, earlier: _Earlier, parts: AsyncExitStack) -> Service:
     """Start everything, or nothing."""
     async with AsyncExitStack() as attempt:
-        service = await _start(config, epoch, stop, attempt)
+        service = await _start(config, epoch, stop, earlier, attempt)
         parts.push_async_callback(attempt.pop_all().aclose)
     return service
 
 
-async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) -> Service:
+async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, parts: AsyncExitStack) -> Service:
     news, inheritance = News(), None
     try:
         inherited = parts.enter_context(ExitStack())
-        limit_bytes = 0 if config.offload is None else config.offload.device_memory_bytes
-        turns = asyncio.Semaphore(AT_ONCE_MAX)
-        engine_pools = EnginePools(limit_bytes, make_on_device=partial(make_on_device, turns))
         await end_earlier(config.run_dir / STORAGE_LOCK_NAME, STORAGE_MODULE, EARLIER_STORAGE_DEADLINE_S)
         await _end_earlier_workers(config.run_dir)
-        inheritance = await inherit(config.run_dir, config.host, config.replica, engine_pools, inherited)
+        inheritance = await inherit(
+            config.run_dir, config.host, config.replica, earlier.engine_pools, inherited,
+            has_offload=config.offload is not None,
+        )  # fmt: skip
         host, devices = inheritance.host, inheritance.devices
-        _check_memory(config, inheritance)
+        await _check_memory(config, inheritance, _FREED_WAIT_S if earlier.is_anything else 0)
         record, first = await recorded(config), first_of(epoch, secrets.randbits(RANDOM_BITS))
         editions = editions_of(record, inheritance.ledger, canonical=config.has_canonical_storage)
         generations = {each.name: generation_of(each, editions, first) for each in config.replica}
@@ -183,7 +207,7 @@ async def _start(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack) 
         share = None if host is None or config.offload is None else _share(config, host, parts)
         layout = "engine" if config.storage is None else config.storage.layout
         state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record(), layout)
-        service = _service(config, cache, replicas, share, state_place, headers, engine_pools)
+        service = _service(config, cache, replicas, share, state_place, headers, earlier.engine_pools)
         attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service, _access(config))
         service.watch = attach
         # Before any event: an event writes the ledger, and a ledger without these would leave their slots to anybody.
@@ -231,14 +255,14 @@ def _pools(config: Config) -> list[str]:
     return names
 
 
-def _check_memory(config: Config, inheritance: Inheritance) -> None:
+async def _check_memory(config: Config, inheritance: Inheritance, patience_s: float) -> None:
     """Is there room for what is new? Memory that outlived an earlier daemon is taken already."""
     pools = {name: memory.pool for name, memory in inheritance.devices.items()}
     new = [replica for replica in config.replica if (pool := pools[replica.name]) is not None and not pool.is_kept]
     is_host_new = config.host is not None and not inheritance.is_kept
     needed = config.model_copy(update={"replica": tuple(new), "host": config.host if is_host_new else None})
     size_bytes, names = memory_needed(needed)
-    check_available(size_bytes, f"the configuration ({names})")
+    await await_available(size_bytes, f"the configuration ({names})", patience_s)
 
 
 def _service(

@@ -5,9 +5,14 @@ Pools are touched lazily, so that an impossible size would otherwise show as a k
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Final
 
 from kvcached_client.doctor.memory_bounds import memory_bounds
+
+#: The pause between two looks.
+_PAUSE_S: Final = 0.1
 
 
 class NotEnoughMemory(Exception):
@@ -32,3 +37,22 @@ def check_available(size_bytes: int, purpose: str, *, root: Path = Path("/")) ->
             f"({bound.source}); lower the number of slots, or host.size_bytes or host.memory_percent, or raise the"
             " limit"
         )
+
+
+async def await_available(size_bytes: int, purpose: str, patience_s: float) -> None:
+    """As `check_available`, for who has just dropped memory that may still be on its way back to the machine.
+
+    Nothing tells when the kernel has freed it. So this looks again before it refuses, for `patience_s` and no longer.
+
+    Raises:
+        NotEnoughMemory: as `check_available`, when the time is over.
+    """
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + patience_s
+    while True:
+        try:
+            return check_available(size_bytes, purpose)
+        except NotEnoughMemory:
+            if loop.time() >= end_s:
+                raise
+        await asyncio.sleep(_PAUSE_S)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
@@ -36,6 +37,10 @@ class MemoryIdentity(NamedTuple):
         """Of the memory behind a descriptor."""
         status = os.fstat(descriptor)
         return cls(status.st_dev, status.st_ino)
+
+    def among(self, descriptors: Sequence[int]) -> int:
+        """The first of these descriptors that is of this memory, or if none is, the first one."""
+        return next((each for each in descriptors if MemoryIdentity.of(each) == self), descriptors[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,15 +149,19 @@ class KeptDevice(NamedTuple):
 def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Ledger | None) -> KeptDevice | None:
     """The descriptors of a replica's memory, removed from `found`; None if the replica gets new memory."""
     names = _names(replica)
-    kept = [found[name][0] for name in names if name in found]
     record = None if ledger is None else next((each for each in ledger.replicas if each.name == replica.name), None)
-    if record is None or len(kept) < len(names) or not _is_recorded(replica, kept, record):
+    if record is None or any(name not in found for name in names) or not _is_configured(replica, record):
+        return None
+    if replica.cuda_ordinals and _is_ambiguous(replica, found):
+        return None
+    kept = [recorded.among(found[name]) for name, recorded in zip(names, record.memory, strict=True)]
+    if not replica.cuda_ordinals and not _is_recorded(replica, kept, record):
         return None
     headers = _kept_headers(replica, found, record)
     if headers is None and replica.cuda_ordinals:
         return None  # without a ledger nobody knows whose memory it is
-    for name in names:
-        _take(found, name)
+    for name, descriptor in zip(names, kept, strict=True):
+        _take(found, name, descriptor)
     return KeptDevice(kept, record.cuda_devices or ("",) * replica.shards, headers)
 
 
@@ -190,8 +194,9 @@ async def device_pools(
 ) -> OpenedPools:
     """The memory of each replica, which is the caller's: the kept memory, or new memory, which is stored.
 
-    New memory of all CUDA devices is made at the same time. A replica that has served before may have none, and so may
-    one whose device the driver lists as lost. That a device which was never used is missing is an error.
+    First the manager gives back all that it was told to remove, so that there is room. New memory of all CUDA devices
+    is made at the same time. A replica that has served before may have none, and so may one whose device the driver
+    lists as lost. That a device which was never used is missing is an error.
 
     Args:
         replicas: those that are to have memory.
@@ -206,6 +211,7 @@ async def device_pools(
     for replica in new:
         for name in _names(replica):
             remove(name)
+    await taken_in()
     with ExitStack() as parts:
         on_cuda, lost = await _all_on_cuda([replica for replica in new if replica.cuda_ordinals], served, parts)
         pools = {
@@ -304,19 +310,21 @@ def _kept_headers(replica: ReplicaConfig, found: dict[str, list[int]], record: R
     name = DEVICE_HEADERS_PREFIX + replica.name
     if name not in found or record.headers is None:
         return None
-    descriptor, recorded = found[name][0], record.headers
-    if memory_fault(descriptor, headers_bytes(replica.slot_count)) or MemoryIdentity.of(descriptor) != recorded:
+    descriptor = record.headers.among(found[name])
+    is_recorded = MemoryIdentity.of(descriptor) == record.headers
+    if not is_recorded or memory_fault(descriptor, headers_bytes(replica.slot_count)):
         words = "the headers of replica %(replica)s that were kept are not the ledger's: no block is found"
         _log.warning(words, {"replica": replica.name})
         return None
-    _take(found, name)
+    _take(found, name, descriptor)
     return descriptor
 
 
-def _take(found: dict[str, list[int]], name: str) -> None:
-    """Take the first descriptor of each name; any others are not needed."""
-    for other in found.pop(name)[1:]:
-        os.close(other)
+def _take(found: dict[str, list[int]], name: str, descriptor: int) -> None:
+    """Take one descriptor of a name; any others are not needed."""
+    for other in found.pop(name):
+        if other != descriptor:
+            os.close(other)
 
 
 def _names(replica: ReplicaConfig) -> list[str]:
@@ -333,18 +341,31 @@ def _shard_bytes(replica: ReplicaConfig) -> int:
     return pool_geometry(replica.layout, replica.slot_count).size_bytes
 
 
-def _is_recorded(replica: ReplicaConfig, kept: list[int], record: ReplicaRecord) -> bool:
-    """Whether these descriptors are the memory that a record names, and match the present configuration."""
+def _is_configured(replica: ReplicaConfig, record: ReplicaRecord) -> bool:
+    """Whether the memory that a record names matches the present configuration."""
     configured = (replica.layout.fingerprint(), replica.slot_count, replica.cuda_ordinals)
-    if (record.fingerprint, record.slots, record.cuda_ordinals) != configured or len(record.memory) != replica.shards:
-        return False
-    if replica.cuda_ordinals:
+    recorded = (record.fingerprint, record.slots, record.cuda_ordinals)
+    return recorded == configured and len(record.memory) == replica.shards
+
+
+def _is_ambiguous(replica: ReplicaConfig, found: dict[str, list[int]]) -> bool:
+    """Whether the manager has kept several memories of a CUDA device under one name: nothing tells them apart.
+
+    It has when it was not reached to remove one of them.
+    """
+    names = (*_names(replica), DEVICE_HEADERS_PREFIX + replica.name)
+    doubled = [name for name in names if len(found.get(name, ())) > 1]
+    if doubled:
+        words = "the device pool of replica %(replica)s is not used: %(name)s was kept more than once"
+        _log.warning(words, {"replica": replica.name, "name": doubled[0]})
+    return bool(doubled)
+
+
+def _is_recorded(replica: ReplicaConfig, kept: list[int], record: ReplicaRecord) -> bool:
+    """Whether these descriptors are the memory that a record names."""
+    is_sound = not any(memory_fault(each, _shard_bytes(replica)) for each in kept)
+    if is_sound and list(record.memory) == [MemoryIdentity.of(each) for each in kept]:
         return True
-    recorded = list(record.memory)
-    if any(memory_fault(each, _shard_bytes(replica)) for each in kept) or recorded != [
-        MemoryIdentity.of(each) for each in kept
-    ]:
-        words = "the device pool of replica %(replica)s that was kept is not the ledger's, and is not used"
-        _log.warning(words, {"replica": replica.name})
-        return False
-    return True
+    words = "the device pool of replica %(replica)s that was kept is not the ledger's, and is not used"
+    _log.warning(words, {"replica": replica.name})
+    return False

@@ -1,49 +1,30 @@
-"""Takes over what the daemon before has left: kept pools, their blocks, and the sessions of living engines.
+"""Takes over what the daemon before has left in its pools: their blocks, and the sessions of living engines.
 
-The service manager has kept the memory of the pools. Headers say which blocks the memory holds, and the ledger which
+The memory itself was kept (`kvcached.recovery.inheritance`). Headers say which blocks it holds, and the ledger which
 sessions there were. All of this happens before the sockets open. The session of an engine that still lives is expired
 here, and its slots wait until the engine has rejoined or is dead. Whatever does not match the configuration is dropped.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvcached.config.replica import ReplicaConfig
-from kvcached.config.tables import HostConfig
 from kvcached.core.cache import Cache
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.restart.restore import Owner, RestoredCache, StoredBlocks
 from kvcached.core.slots.ranges import no_ranges
-from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
+from kvcached.memory.host_pool import HostHeaders
 from kvcached.process.identity import ProcessIdentity, pid_namespace
 from kvcached.process.peer import PeerProcess, UnseenProcess
-from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device, served_devices
-from kvcached.recovery.engine_pools import EnginePools
-from kvcached.recovery.fd_store import remove, store, take_stored
 from kvcached.recovery.generations import recorded_policy, spec_of
 from kvcached.recovery.scan import UNKNOWN_OWNER, FoundBlocks, FoundClaims, scan, scan_device
-from kvcached.recovery.state_file import (
-    LEDGER_NAME,
-    HostPoolRecord,
-    Ledger,
-    LedgerFile,
-    NamespaceRecord,
-    SessionRecord,
-    read_ledger,
-)
+from kvcached.recovery.state_file import HostPoolRecord, Ledger, NamespaceRecord, SessionRecord
 from kvcached.service.offload.admission import Shape
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica
 from kvcached.service.sessions import EarlierName, FoundSession, Peer
@@ -51,141 +32,10 @@ from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import ShardIndex
 
-#: The name under which the service manager keeps the host pool's memory.
-HOST_MEMORY_NAME: Final = "host"
-
 _Member: TypeAlias = tuple[Peer, ShardIndex | None]
 _Living: TypeAlias = Mapping[Owner, tuple[SessionRecord, list[_Member]]]
 
 _log: Final = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Inheritance:
-    """The memory and the ledger at a start.
-
-    Attributes:
-        ledger: that of the daemon before; None if there was none on this boot.
-        host: the host pool, new or kept; None without one.
-        is_kept: the host pool is the one that the ledger names.
-        devices: the device pools, by replica; without memory where they sleep, or a device that they need is lost.
-    """
-
-    ledger: Ledger | None
-    host: HostMemory | None
-    is_kept: bool
-    devices: Mapping[str, PoolMemory]
-
-    def host_record(self) -> HostPoolRecord | None:
-        """The host pool as the next ledger names it."""
-        return None if self.host is None else _record_of(self.host)
-
-
-async def inherit(
-    run_dir: Path,
-    host: HostConfig | None,
-    replicas: Sequence[ReplicaConfig],
-    engine_pools: EnginePools,
-    parts: ExitStack,
-) -> Inheritance:
-    """Read the ledger and open the pools: kept ones if they match the configuration, else new ones.
-
-    The caller ensures that all workers and storage processes of earlier daemons are dead: they could write here.
-
-    Args:
-        run_dir: the directory of the ledger.
-        host: the configured host pool; None without one.
-        replicas: the configured replicas.
-        engine_pools: gets those that were kept.
-        parts: closes the descriptors.
-
-    Raises:
-        OSError, DeviceError: a new pool cannot be made.
-    """
-    found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
-    kept = found.pop(HOST_MEMORY_NAME, [])
-    memory = None if host is None or ledger is None else _kept(kept, host, ledger)
-    for descriptor in kept:
-        if memory is None or descriptor != memory.descriptor:
-            os.close(descriptor)
-    is_kept = memory is not None
-    if not is_kept:
-        remove(HOST_MEMORY_NAME)
-    if memory is None and host is not None:
-        memory = create_host_memory(host.slabs, host.slab_bytes)
-        if store(HOST_MEMORY_NAME, memory.descriptor):
-            _log.info("the service manager keeps the host pool: it outlives the daemon")
-    if memory is not None:
-        parts.callback(memory.close)
-    asleep = {each.name for each in ledger.replicas if each.asleep} if ledger is not None else set()
-    awake = [each for each in replicas if each.name not in asleep]
-    kept_devices = {each.name: kept_device(each, found, ledger) for each in awake}
-    parts.callback(engine_pools.close)
-    engine_pools.take_over(found)
-    for name, descriptors in found.items():  # pools that sleep, are no longer configured, or not in the same way
-        remove(name)
-        for descriptor in descriptors:
-            os.close(descriptor)
-    served = served_devices(replicas, ledger)
-    pools, lost = await device_pools(awake, kept_devices, served)
-    devices = {
-        each.name: PoolMemory(
-            each, pools.get(each.name), served.get(each.name, ()), lost.get(each.name),
-            has_served=each.name in served or each.name in lost,
-        )
-        for each in replicas
-    }  # fmt: skip
-    for device in devices.values():
-        parts.callback(device.close)
-    return Inheritance(ledger, memory, is_kept, devices)
-
-
-def ledger_file(run_dir: Path) -> LedgerFile:
-    """The ledger file that this daemon writes."""
-    return LedgerFile(run_dir / LEDGER_NAME)
-
-
-def take_over_timed(
-    inheritance: Inheritance,
-    cache: Cache,
-    replicas: Sequence[Replica],
-    headers: HostHeaders | None,
-    *,
-    canonical: bool,
-) -> Takeover:
-    """Run `take_over` and log its result. Garbage collection is off: it would double the time and find no garbage."""
-    if inheritance.ledger is None:
-        return Takeover()
-    start_ns = time.monotonic_ns()
-    gc.disable()
-    try:
-        kept = headers if inheritance.is_kept else None
-        taken = take_over(inheritance.ledger, cache, replicas, kept, canonical=canonical)
-    finally:
-        gc.enable()
-    _log.info(
-        "taken over in %d ms: %d blocks of the host pool, %d blocks of device pools, %d living engines",
-        (time.monotonic_ns() - start_ns) // 1_000_000,
-        taken.blocks,
-        taken.device_blocks,
-        len(taken.sessions),
-    )
-    return taken
-
-
-def _kept(kept: list[int], host: HostConfig, ledger: Ledger) -> HostMemory | None:
-    if not kept or ledger.host is None:
-        return None
-    memory = adopt_host_memory(kept[0], host.slabs, host.slab_bytes)
-    if memory is not None and msgspec.structs.replace(ledger.host, allocated={}) != _record_of(memory):
-        _log.warning("the host pool that was kept cannot be used, and its blocks are lost: the ledger has another one")
-        return None
-    return memory
-
-
-def _record_of(host: HostMemory) -> HostPoolRecord:
-    device, inode = host.identity
-    return HostPoolRecord(device=device, inode=inode, slabs=host.slabs, slab_bytes=host.slab_bytes, allocated={})
 
 
 @dataclass(slots=True)
@@ -302,7 +152,7 @@ def _take_namespaces(
     canonical: bool,
 ) -> None:
     for number, record in enumerate(ledger.namespaces):
-        if ledger.host is None or _geometry(ledger.host, record).slots_per_slab != record.slots_per_slab:
+        if ledger.host is None or not _has_its_layout(ledger.host, record):
             fields = {"namespace": record.root[: 2 * NAMESPACE_SHOWN_BYTES], "label": record.label}
             _log.warning("namespace %(namespace)s (%(label)r) is dropped: its blocks have another layout now", fields)
             continue
@@ -335,6 +185,33 @@ def _take_space(
     policy = recorded_policy(record, revival.namespaces_policy)
     revival.namespace(spec, slabs, stored(found), claims, policy)
     return claims.keys()
+
+
+def is_writer_left_out(ledger: Ledger, *, has_offload: bool) -> bool:
+    """Whether a process may live that writes to the host pool, and `take_over` would not restore its session.
+
+    Nobody would then set its slots aside: this daemon could not give the pool to others.
+
+    Args:
+        ledger: of the daemon before.
+        has_offload: whether this daemon serves engines in offload mode.
+    """
+    if ledger.host is None:
+        return False
+    restored = {each.root for each in ledger.namespaces if has_offload and _has_its_layout(ledger.host, each)}
+    left_out = [each for each in ledger.sessions if each.mode == "offload" and each.place not in restored]
+    if not left_out:
+        return False
+    sees = _sees_processes_of(ledger)
+    peers = [peer for record in left_out for peer, _ in _living(record, sees=sees)]
+    for peer in peers:
+        peer.close()
+    return bool(peers)
+
+
+def _has_its_layout(host: HostPoolRecord, record: NamespaceRecord) -> bool:
+    """Whether the blocks of a namespace lie in the host pool as they did."""
+    return _geometry(host, record).slots_per_slab == record.slots_per_slab
 
 
 def _geometry(host: HostPoolRecord, space: NamespaceRecord) -> HostGeometry:

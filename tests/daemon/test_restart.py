@@ -20,7 +20,7 @@ from kvcached_client.offload import new_instance
 from kvcached_client.protocol.engine import HostStats
 from tests.daemon.offload_process import Scheduler, ShardMemory
 from tests.daemon.supervised import Supervised, supervised
-from tests.daemon.test_host_tier import HOST_CONFIG, PATIENT_CONFIG, host_memory
+from tests.daemon.test_host_tier import HOST_CONFIG, PATIENT_CONFIG, engine_on, host_memory, wait_stored
 from tests.daemon.test_offload import (
     PAGE_BYTES,
     SHARDS,
@@ -219,6 +219,31 @@ def test_stopped_engine_writes_into_nobodys_blocks(daemon: Supervised, processes
     assert hit
     assert crowd.load("crowd", hit) == hit
     crowd.close()
+
+
+def test_stopped_engine_writes_into_nobodys_blocks_without_offload_mode(tmp_path: Path) -> None:
+    """Where the next configuration serves no such engine, the pool that it may write is dropped for a new one."""
+    with supervised(tmp_path, HOST_CONFIG + "[offload]\n") as daemon:
+        processes = Processes(daemon.run_dir)
+        scheduler, _ = processes.scheduler(0, 1)
+        scheduler.ask("prepare mine 4")
+        before = read_ledger(daemon.run_dir / LEDGER_NAME)
+        os.kill(scheduler.process.pid, signal.SIGSTOP)
+        (tmp_path / "kvcached.toml").write_text(HOST_CONFIG)
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.await_ready()
+        with engine_on(daemon) as engine:
+            engine.compute("a", 4)
+            wait_stored(daemon.run_dir, 4)
+        after = read_ledger(daemon.run_dir / LEDGER_NAME)
+        assert before is not None
+        assert after is not None
+        assert before.host is not None
+        assert after.host is not None
+        assert before.host.inode != after.host.inode
+        assert "engines in offload mode that may be writing to it" in daemon.log
+        os.kill(scheduler.process.pid, signal.SIGCONT)
+        processes.end()
 
 
 def test_dead_engine_is_not_waited_for(daemon: Supervised, processes: Processes) -> None:

@@ -11,7 +11,7 @@ from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.ranges import Ranges, subtract
 from kvcached.core.slots.slots import SlotPool
 from kvcached.process.identity import open_process
-from kvcached.recovery import fd_store, scan, takeover
+from kvcached.recovery import fd_store, inheritance, scan
 from kvcached.recovery.fd_store import NoticeSocket
 from kvcached.recovery.generations import generation_of
 from kvcached.service.health import HealthChecks
@@ -32,7 +32,12 @@ def claims_of_living_engines_ignored(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/daemon/test_restart.py::test_other_slabs_of_the_same_memory_start_empty[larger slabs]")
 def host_pool_of_other_slabs_taken_over(patch: pytest.MonkeyPatch) -> None:
     """Slots are looked for where another block size of slabs would have them."""
-    rewrite(patch, takeover._kept, "msgspec.structs.replace(ledger.host, allocated={}) != _record_of(memory)", "False")
+    rewrite(
+        patch,
+        inheritance._recorded_host,
+        "msgspec.structs.replace(record, allocated={}) != _record_of(memory)",
+        "False",
+    )
 
 
 @caught_by("tests/recovery/test_descriptor_store.py::test_manager_that_takes_nothing_is_waited_for_once")
@@ -166,4 +171,4 @@ def block_evicted_that_its_engine_reads(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/daemon/test_sleep.py::test_memory_of_a_sleeping_pool_is_nobodys[daemon]")
 def sleeping_pool_gets_memory(patch: pytest.MonkeyPatch) -> None:
     """A daemon that starts makes memory for a pool that sleeps."""
-    rewrite(patch, takeover.inherit, "if each.asleep", "if False")
+    rewrite(patch, inheritance.inherit, "if each.asleep", "if False")

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from kvcached.memory.available import NotEnoughMemory, check_available
+from kvcached.memory import available
+from kvcached.memory.available import NotEnoughMemory, await_available, check_available
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.sealed import SharedMemory
 from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.doctor.memory_bounds import memory_bounds
+from tests.virtual_time import VirtualTimeLoop
 from tests.worker.groups import open_descriptors
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -129,3 +133,36 @@ def test_available_memory_is_the_tightest_limit(
 
     with pytest.raises(NotEnoughMemory, match=f"it needs {available + 1} bytes, but {available} are available"):
         check_available(available + 1, "it", root=tmp_path)
+
+
+@pytest.mark.parametrize(("freed_at", "is_enough"), [(0, True), (3, True), (10**9, False)])
+def test_memory_on_its_way_back_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, freed_at: int, *, is_enough: bool
+) -> None:
+    """What was dropped is free some looks later; what is not there in time is refused then, and not looked for on."""
+    looks: list[float] = []
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+
+        def check(*_: object) -> None:
+            looks.append(loop.time())
+            if len(looks) <= freed_at:
+                raise NotEnoughMemory("it needs more")
+
+        monkeypatch.setattr(available, "check_available", check)
+        with nullcontext() if is_enough else pytest.raises(NotEnoughMemory):
+            runner.run(await_available(SIZE, "it", 2.0))
+    assert 2.0 <= looks[-1] < 2.2 if not is_enough else len(looks) == freed_at + 1
+
+
+def test_who_has_dropped_nothing_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without patience the first look decides."""
+
+    def refuse(*_: object) -> None:
+        raise NotEnoughMemory("it needs more")
+
+    monkeypatch.setattr(available, "check_available", refuse)
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        with pytest.raises(NotEnoughMemory):
+            runner.run(await_available(SIZE, "it", 0))
+        assert runner.get_loop().time() == 0

@@ -1,0 +1,191 @@
+"""The memory and the ledger that a start finds: pools that the service manager has kept, or new ones in their place.
+
+The memory of a pool is kept if the configuration and the ledger describe the same one. A host pool that an engine may
+still write, whose slots this daemon could not set aside, is dropped: the engine then writes to memory of nobody.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvcached.config.replica import ReplicaConfig
+from kvcached.config.tables import HostConfig
+from kvcached.core.cache import Cache
+from kvcached.memory.host_pool import (
+    HostHeaders,
+    HostMemory,
+    MemoryIdentity,
+    adopt_host_memory,
+    create_host_memory,
+)
+from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device, served_devices
+from kvcached.recovery.engine_pools import EnginePools
+from kvcached.recovery.fd_store import remove, store, take_stored
+from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, read_ledger
+from kvcached.recovery.takeover import Takeover, is_writer_left_out, take_over
+from kvcached.service.replica import Replica
+
+#: The name under which the service manager keeps the host pool's memory.
+HOST_MEMORY_NAME: Final = "host"
+
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Inheritance:
+    """The memory and the ledger at a start.
+
+    Attributes:
+        ledger: that of the daemon before; None if there was none on this boot.
+        host: the host pool, new or kept; None without one.
+        is_kept: the host pool is the one that the ledger names.
+        devices: the device pools, by replica; without memory where they sleep, or a device that they need is lost.
+    """
+
+    ledger: Ledger | None
+    host: HostMemory | None
+    is_kept: bool
+    devices: Mapping[str, PoolMemory]
+
+    def host_record(self) -> HostPoolRecord | None:
+        """The host pool as the next ledger names it."""
+        return None if self.host is None else _record_of(self.host)
+
+
+async def inherit(
+    run_dir: Path,
+    host: HostConfig | None,
+    replicas: Sequence[ReplicaConfig],
+    engine_pools: EnginePools,
+    parts: ExitStack,
+    *,
+    has_offload: bool,
+) -> Inheritance:
+    """Read the ledger and open the pools: kept ones if they match the configuration, else new ones.
+
+    The caller ensures that all workers and storage processes of earlier daemons are dead: they could write here.
+
+    Args:
+        run_dir: the directory of the ledger.
+        host: the configured host pool; None without one.
+        replicas: the configured replicas.
+        engine_pools: gets those that were kept. They need no ledger, and stay the caller's to close.
+        parts: closes the other descriptors.
+        has_offload: whether engines in offload mode are served.
+
+    Raises:
+        OSError, DeviceError: a new pool cannot be made.
+    """
+    found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
+    memory = _kept_host(found, host, ledger, has_offload=has_offload)
+    is_kept = memory is not None
+    if memory is None:
+        remove(HOST_MEMORY_NAME)
+    if memory is None and host is not None:
+        memory = create_host_memory(host.slabs, host.slab_bytes)
+        if store(HOST_MEMORY_NAME, memory.descriptor):
+            _log.info("the service manager keeps the host pool: it outlives the daemon")
+    if memory is not None:
+        parts.callback(memory.close)
+    asleep = {each.name for each in ledger.replicas if each.asleep} if ledger is not None else set()
+    awake = [each for each in replicas if each.name not in asleep]
+    kept_devices = {each.name: kept_device(each, found, ledger) for each in awake}
+    engine_pools.take_over(found)
+    _drop(found)  # pools that sleep, are no longer configured, or not in the same way
+    served = served_devices(replicas, ledger)
+    pools, lost = await device_pools(awake, kept_devices, served)
+    devices = {
+        each.name: PoolMemory(
+            each, pools.get(each.name), served.get(each.name, ()), lost.get(each.name),
+            has_served=each.name in served or each.name in lost,
+        )
+        for each in replicas
+    }  # fmt: skip
+    for device in devices.values():
+        parts.callback(device.close)
+    return Inheritance(ledger, memory, is_kept, devices)
+
+
+def ledger_file(run_dir: Path) -> LedgerFile:
+    """The ledger file that this daemon writes."""
+    return LedgerFile(run_dir / LEDGER_NAME)
+
+
+def take_over_timed(
+    inheritance: Inheritance,
+    cache: Cache,
+    replicas: Sequence[Replica],
+    headers: HostHeaders | None,
+    *,
+    canonical: bool,
+) -> Takeover:
+    """Run `take_over` and log its result. Garbage collection is off: it would double the time and find no garbage."""
+    if inheritance.ledger is None:
+        return Takeover()
+    start_ns = time.monotonic_ns()
+    gc.disable()
+    try:
+        kept = headers if inheritance.is_kept else None
+        taken = take_over(inheritance.ledger, cache, replicas, kept, canonical=canonical)
+    finally:
+        gc.enable()
+    _log.info(
+        "taken over in %d ms: %d blocks of the host pool, %d blocks of device pools, %d living engines",
+        (time.monotonic_ns() - start_ns) // 1_000_000,
+        taken.blocks,
+        taken.device_blocks,
+        len(taken.sessions),
+    )
+    return taken
+
+
+def _kept_host(
+    found: dict[str, list[int]], host: HostConfig | None, ledger: Ledger | None, *, has_offload: bool
+) -> HostMemory | None:
+    """The host pool that was kept, whose descriptors are removed from `found`; None if there is to be a new one."""
+    kept, memory = found.pop(HOST_MEMORY_NAME, []), None
+    if kept and host is not None and ledger is not None and ledger.host is not None:
+        memory = _recorded_host(kept, host, ledger.host)
+        if memory is not None and is_writer_left_out(ledger, has_offload=has_offload):
+            _log.warning(
+                "the host pool that was kept is dropped, and its blocks are lost: engines in offload mode that may be "
+                "writing to it cannot come back to this configuration; its memory is free when they have ended"
+            )
+            memory = None
+    for descriptor in kept:
+        if memory is None or descriptor != memory.descriptor:
+            os.close(descriptor)
+    return memory
+
+
+def _recorded_host(kept: list[int], host: HostConfig, record: HostPoolRecord) -> HostMemory | None:
+    """The host pool that the ledger names, if it is as it is configured."""
+    descriptor = MemoryIdentity(record.device, record.inode).among(kept)
+    memory = adopt_host_memory(descriptor, host.slabs, host.slab_bytes)
+    if memory is not None and msgspec.structs.replace(record, allocated={}) != _record_of(memory):
+        _log.warning("the host pool that was kept cannot be used, and its blocks are lost: the ledger has another one")
+        return None
+    return memory
+
+
+def _drop(found: Mapping[str, list[int]]) -> None:
+    """Close descriptors, and have the service manager forget them."""
+    for name, descriptors in found.items():
+        remove(name)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _record_of(host: HostMemory) -> HostPoolRecord:
+    device, inode = host.identity
+    return HostPoolRecord(device=device, inode=inode, slabs=host.slabs, slab_bytes=host.slab_bytes, allocated={})

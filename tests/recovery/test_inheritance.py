@@ -1,0 +1,272 @@
+"""Which memory a start keeps of what the service manager hands to it, and when memory that it drops is free."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvcached import daemon
+from kvcached.config.schema import Config, load_config
+from kvcached.memory.available import NotEnoughMemory
+from kvcached.memory.device_headers import DeviceHeaders
+from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.host_pool import HostMemory, MemoryIdentity, create_host_memory
+from kvcached.process.identity import ProcessIdentity, identity_of, pid_namespace
+from kvcached.recovery import device_pools, inheritance
+from kvcached.recovery.device_pools import kept_device
+from kvcached.recovery.engine_pools import EnginePools
+from kvcached.recovery.inheritance import HOST_MEMORY_NAME, Inheritance, inherit
+from kvcached.recovery.state_file import (
+    LEDGER_NAME,
+    HostPoolRecord,
+    Ledger,
+    LedgerFile,
+    MemberRecord,
+    NamespaceRecord,
+    ReplicaRecord,
+    SessionRecord,
+    boot_id,
+)
+from kvcached.start_errors import StartError
+from kvcached.stopping import Stop
+from kvcached_client.blocks.engine_table import NO_PARENT, Row
+from kvcached_client.blocks.host_layout import slots_per_slab
+from kvcached_client.blocks.pages import pool_geometry
+from tests.daemon.conftest import CONFIG
+from tests.recovery.test_engine_pools import IDENTITY, NAMESPACE, Manager, claim, close, manager
+
+__all__ = ["manager"]
+
+SLABS, SLAB_BYTES, BLOCK_BYTES = 4, 1 << 20, 4096
+HOST = f"{CONFIG}[host]\nsize_bytes = {SLABS * SLAB_BYTES}\nslab_bytes = {SLAB_BYTES}\n"
+OFFLOAD = HOST + "[offload]\n"
+ROOT = NAMESPACE.hex()
+
+
+@pytest.fixture
+def kept_by(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> Manager:
+    """A service manager that hands what it keeps to each start."""
+    for module in (inheritance, device_pools):
+        monkeypatch.setattr(module, "store", manager.store)
+        monkeypatch.setattr(module, "remove", manager.remove)
+    monkeypatch.setattr(inheritance, "take_stored", manager.given)
+    return manager
+
+
+@pytest.fixture
+def host() -> Iterator[HostMemory]:
+    memory = create_host_memory(SLABS, SLAB_BYTES)
+    yield memory
+    memory.close()
+
+
+def configuration(directory: Path, text: str) -> Config:
+    (directory / "kvcached.toml").write_text(text)
+    return load_config(directory / "kvcached.toml", environment={}, options={"run_dir": str(directory)})
+
+
+def record_of(host: HostMemory) -> HostPoolRecord:
+    device, inode = host.identity
+    return HostPoolRecord(device=device, inode=inode, slabs=SLABS, slab_bytes=SLAB_BYTES, allocated={})
+
+
+def ledger_of(host: HostMemory, process: ProcessIdentity | None, *, slots: int = 0) -> Ledger:
+    """A daemon had an engine in offload mode; `slots` is as of the namespace's slabs, 0 = as they are now."""
+    space = NamespaceRecord(
+        root=ROOT, label="tiny", fingerprint="", block_size=4, shards=1, block_bytes=BLOCK_BYTES, generation=0,
+        slots_per_slab=slots or slots_per_slab(SLAB_BYTES, BLOCK_BYTES, 1),
+    )  # fmt: skip
+    session = SessionRecord(id=1, epoch=1, mode="offload", place=ROOT, members=(MemberRecord(process=process),))
+    return Ledger(
+        boot=boot_id(), epoch=1, pid_namespace=pid_namespace(), host=record_of(host), namespaces=(space,),
+        sessions=(session,),
+    )  # fmt: skip
+
+
+def is_kept(directory: Path, text: str, ledger: Ledger) -> bool:
+    """Whether a start with this configuration keeps the host pool."""
+    LedgerFile(directory / LEDGER_NAME).write(ledger)
+    config = configuration(directory, text)
+
+    async def start() -> Inheritance:
+        with ExitStack() as parts:
+            pools = EnginePools(0)
+            return await inherit(
+                directory, config.host, config.replica, pools, parts, has_offload=config.offload is not None
+            )
+
+    return asyncio.run(start()).is_kept
+
+
+def dead() -> ProcessIdentity:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        found = identity_of(process.pid)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("text", [OFFLOAD, HOST], ids=["offload", "no offload"])
+@pytest.mark.parametrize("who", ["living", "unseen", "dead"])
+def test_host_pool_that_somebody_writes_is_kept_where_he_is_known(
+    tmp_path: Path, kept_by: Manager, host: HostMemory, text: str, who: str
+) -> None:
+    """Without offload mode nobody sets aside the slots of its engines: while one may live, the pool is a new one."""
+    process = {"living": identity_of(os.getpid()), "unseen": None, "dead": dead()}[who]
+    kept_by.store(HOST_MEMORY_NAME, host.descriptor)
+
+    assert is_kept(tmp_path, text, ledger_of(host, process)) == (text == OFFLOAD or who == "dead")
+    (now,) = kept_by.kept[HOST_MEMORY_NAME]
+    assert (MemoryIdentity.of(now) == host.identity) == (text == OFFLOAD or who == "dead")
+
+
+def test_host_pool_that_is_written_in_another_layout_is_not_kept(
+    tmp_path: Path, kept_by: Manager, host: HostMemory
+) -> None:
+    """A namespace whose blocks lie elsewhere now is not restored: slots that its engine writes could be anybody's."""
+    kept_by.store(HOST_MEMORY_NAME, host.descriptor)
+    assert not is_kept(tmp_path, OFFLOAD, ledger_of(host, identity_of(os.getpid()), slots=7))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_host_pools_the_ledgers_is_kept(
+    tmp_path: Path, kept_by: Manager, host: HostMemory, *, is_first: bool
+) -> None:
+    """The manager was not reached to remove the first pool, and has two under one name."""
+    other = create_host_memory(SLABS, SLAB_BYTES)
+    for each in (host, other) if is_first else (other, host):
+        kept_by.store(HOST_MEMORY_NAME, each.descriptor)
+    other.close()
+
+    assert is_kept(tmp_path, OFFLOAD, ledger_of(host, None))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_device_pools_the_ledgers_is_kept(tmp_path: Path, *, is_first: bool) -> None:
+    """The same for a device pool on the CPU and its headers; of memory of CUDA devices nothing tells which is which."""
+    (replica,) = configuration(tmp_path, CONFIG).replica
+    with ExitStack() as parts:
+        size_bytes = pool_geometry(replica.layout, replica.slot_count).size_bytes
+        pools = [ShardMemory.make("test", size_bytes) for _ in range(2)]
+        headers = [DeviceHeaders.make("test", replica.slot_count) for _ in range(2)]
+        for pool, header in zip(pools, headers, strict=True):
+            parts.callback(pool.close)
+            parts.callback(header.close)
+        record = ReplicaRecord(
+            name=replica.name, fingerprint=replica.layout.fingerprint(), namespace="", generation=0,
+            weights_version="", slots=replica.slot_count, memory=(MemoryIdentity.of(pools[0].descriptor),),
+            headers=headers[0].identity,
+        )  # fmt: skip
+        order = 1 if is_first else -1
+        found = {
+            f"device-{replica.name}-0": [os.dup(each.descriptor) for each in pools[::order]],
+            f"headers-{replica.name}": [os.dup(each.descriptor) for each in headers[::order]],
+        }
+        doubled = {name: [os.dup(each) for each in descriptors] for name, descriptors in found.items()}
+        for descriptor in (each for descriptors in doubled.values() for each in descriptors):
+            parts.callback(os.close, descriptor)
+        kept = kept_device(replica, found, Ledger(boot="", epoch=1, replicas=(record,)))
+        assert kept is not None
+        assert kept.headers is not None
+        taken = [*kept.shards, kept.headers]
+        for descriptor in taken:
+            parts.callback(os.close, descriptor)
+        assert [MemoryIdentity.of(each) for each in taken] == [*record.memory, record.headers]
+        assert found == {}
+
+        on_cuda = replica.model_copy(update={"device": "cuda"})
+        recorded = msgspec.structs.replace(record, cuda_ordinals=on_cuda.cuda_ordinals, memory=(headers[0].identity,))
+        assert kept_device(on_cuda, doubled, Ledger(boot="", epoch=1, replicas=(recorded,))) is None
+
+
+def test_dropped_memory_is_given_back_before_new_memory_is_made(
+    kept_by: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manager is waited for between the last removal and the first new device pool: there may be room for one."""
+    done: list[str] = []
+
+    async def taken_in() -> bool:
+        done.append("waited")
+        return True
+
+    def remove(name: str) -> bool:
+        done.append(f"removed {name}")
+        return kept_by.remove(name)
+
+    on_cpu = device_pools._on_cpu
+
+    def make(*about: object) -> tuple[ShardMemory, ...]:
+        done.append("made")
+        return on_cpu(*about)  # type: ignore[arg-type]
+
+    for module in (inheritance, device_pools):
+        monkeypatch.setattr(module, "remove", remove)
+    monkeypatch.setattr(device_pools, "taken_in", taken_in)
+    monkeypatch.setattr(device_pools, "_on_cpu", make)
+    gone = create_host_memory(1, SLAB_BYTES)
+    kept_by.store("device-gone-0", gone.descriptor)
+    gone.close()
+    is_kept(tmp_path, CONFIG, Ledger(boot=boot_id(), epoch=1))
+
+    waited = done.index("waited")
+    assert {"removed host", "removed device-gone-0", "removed device-default-0"} <= set(done[:waited])
+    assert "made" in done[waited:]
+
+
+def test_second_start_has_the_engine_pools(tmp_path: Path, kept_by: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that cannot use the ledger is done again with the engine pools that were kept: a clear reaches them."""
+    pools = EnginePools(5 << 20)
+    _, descriptors = claim(pools, "first")
+    close(descriptors)
+    (pool,) = pools._pools
+    pool.table.identify(IDENTITY, NAMESPACE)
+    pool.table.write(Row(3, 1, pool.table.epoch, NO_PARENT, 0, b"hash"))
+    pools.close()
+    given = [kept_by.given(), {}]
+    monkeypatch.setattr(inheritance, "take_stored", lambda: given.pop(0))
+    LedgerFile(tmp_path / LEDGER_NAME).write(Ledger(boot=boot_id(), epoch=1))
+    take_over, config = inheritance.take_over_timed, configuration(tmp_path, OFFLOAD + 'device_memory_bytes = "5MiB"\n')
+
+    def fail(*_: object, **__: object) -> None:
+        monkeypatch.setattr(daemon, "take_over_timed", take_over)
+        raise ValueError("what is in the ledger")
+
+    monkeypatch.setattr(daemon, "take_over_timed", fail)
+    assert asyncio.run(cleared_named(config)) == (1, 0)
+    assert not given
+
+
+async def cleared_named(config: Config) -> tuple[int, int]:
+    """How many blocks the only engine pool of a daemon names, before and after its namespace is cleared."""
+    async with AsyncExitStack() as parts:
+        service = await daemon._started(config, 2, Stop(0), parts)
+        pools = service._engine_pools
+        (before,) = pools.stats()
+        pools.cleared(lambda namespace: namespace == NAMESPACE)
+        return before.named, sum(each.named for each in pools.stats())
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+def test_start_waits_for_memory_only_where_some_was_kept(
+    tmp_path: Path, kept_by: Manager, monkeypatch: pytest.MonkeyPatch, stored: int
+) -> None:
+    """Where an earlier daemon had memory, some of it may not be free yet; else the first look decides."""
+    patience: list[float] = []
+
+    async def refuse(size_bytes: int, purpose: str, patience_s: float) -> None:
+        patience.append(patience_s)
+        raise NotEnoughMemory("it needs more")
+
+    monkeypatch.setattr(daemon, "await_available", refuse)
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", str(stored))
+    with pytest.raises(StartError):
+        asyncio.run(cleared_named(configuration(tmp_path, OFFLOAD)))
+    assert [each > 0 for each in patience] == [bool(stored)]
