@@ -128,7 +128,7 @@ class OffloadShard:
 
         Raises:
             DaemonUnreachable: nothing listens in the session's run directory.
-            DeadlineExceeded: no reply came in time.
+            DaemonSilent: no reply came in time.
             Refused: the socket belongs to another user, or the tensors have another layout than the declared one.
             Stale: the session is over.
             RequestError: the daemon refused.

@@ -226,7 +226,7 @@ def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) ->
 
     Raises:
         DaemonUnreachable: nothing listens in the session's run directory.
-        DeadlineExceeded: no reply came in time.
+        DaemonSilent: no reply came in time.
         Refused: the socket belongs to another user, who is not root.
         RequestError: the daemon refused.
         DaemonFailure: the memory is not sealed, not of the right size, or cannot be mapped.

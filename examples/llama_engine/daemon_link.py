@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvcached_client.errors import DeadlineExceeded, KvcachedError, RequestError
+from kvcached_client.errors import DaemonSilent, DeadlineExceeded, KvcachedError, RequestError
 from kvcached_client.offload import OffloadClient
 
 #: Before the next try after one that took its whole deadline: a daemon that hangs must not cost every request one.
@@ -74,6 +74,6 @@ class DaemonLink:
             client.close()
 
     def _fail(self, error: KvcachedError) -> None:
-        if isinstance(error, DeadlineExceeded):
+        if isinstance(error, (DaemonSilent, DeadlineExceeded)):  # each attempt costs a deadline
             self._next_try_s = time.monotonic() + RETRY_PAUSE_S
         _log.warning("going on without a cache: %s", error)

@@ -20,7 +20,6 @@ import msgspec
 
 from kvcached_client.errors import (
     DaemonUnreachable,
-    DeadlineExceeded,
     ErrorCode,
     bad_reply,
     request_error,
@@ -48,6 +47,8 @@ from kvcached_client.transport.listener import (
     check_trusted,
     local_socket,
     no_descriptor,
+    not_allowed,
+    unanswered,
     unreachable,
 )
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, socket_path
@@ -150,8 +151,8 @@ def identify(
     Raises:
         DaemonUnreachable: nothing listens in `run_dir`, it closed the connection, or this process has no descriptor
             left.
-        DeadlineExceeded: no reply came within `deadline_ms`.
-        Refused: anybody may have put the socket there.
+        DaemonSilent: no reply came within `deadline_ms`.
+        Refused: anybody may have put the socket there, or this user may not reach it.
         RequestError: the daemon refused.
         ValueError: `deadline_ms` is less than 1, or more than `DEADLINE_MS_MAX`.
     """
@@ -163,7 +164,7 @@ def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
     """Ask for the memory of one shard of a session's pool.
 
     Raises:
-        DaemonUnreachable, DeadlineExceeded, RequestError, ValueError: as `identify`.
+        DaemonUnreachable, RequestError, ValueError: as `identify`.
     """
     question = Join(session=grant.id, token=grant.token, shard=shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, Joined, JOINED_DESCRIPTORS, deadline_ms)
@@ -186,7 +187,7 @@ def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHos
     By joining, a process declares that it has finished all copies as the same shard of an earlier session.
 
     Raises:
-        DaemonUnreachable, DeadlineExceeded, RequestError, ValueError: as `identify`.
+        DaemonUnreachable, RequestError, ValueError: as `identify`.
     """
     question = Join(session=grant.id, token=grant.token, shard=shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, JoinedHost, 1, deadline_ms)
@@ -210,7 +211,7 @@ def claim_pool(run_dir: str | os.PathLike[str], question: ClaimPool, *, deadline
     """Ask for device memory of an engine that the daemon keeps.
 
     Raises:
-        DaemonUnreachable, DeadlineExceeded, RequestError, ValueError: as `identify`.
+        DaemonUnreachable, RequestError, ValueError: as `identify`.
     """
     count = 1 if question.rank is None else 2
     connection, reply, descriptors = _ask(run_dir, question, ClaimedPool, count, deadline_ms)
@@ -235,10 +236,13 @@ def _ask(
         remaining_ns = max(1, deadline_ns - time.monotonic_ns())
         connection.settimeout(remaining_ns / 1e9)
         reply, descriptors = _receive(connection, path)
+    except (TimeoutError, BlockingIOError):
+        with connection:
+            raise unanswered(path, connection, deadline_ms) from None
     except BaseException as error:
         connection.close()
-        if isinstance(error, (TimeoutError, BlockingIOError)):
-            raise DeadlineExceeded(f"no reply from {path} within {deadline_ms} ms") from None
+        if isinstance(error, PermissionError):
+            raise not_allowed(path, error) from None
         if isinstance(error, OSError):
             raise unreachable(path, error) from error
         raise

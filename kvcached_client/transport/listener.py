@@ -42,7 +42,7 @@ def find_listener(path: str) -> Listener | None:
         except BlockingIOError:
             return None
         except PermissionError as error:
-            raise _not_allowed(path, error) from None
+            raise not_allowed(path, error) from None
         except OSError as error:
             raise unreachable(path, error) from error
         return listener_of(trial)
@@ -113,7 +113,7 @@ def connect(path: str, *, deadline_ms: int) -> socket.socket:
         if isinstance(error, BlockingIOError):
             raise silent(path, deadline_ms) from None
         if isinstance(error, PermissionError):
-            raise _not_allowed(path, error) from None
+            raise not_allowed(path, error) from None
         if isinstance(error, OSError):
             raise unreachable(path, error) from error
         raise
@@ -165,15 +165,19 @@ def silent(path: str, deadline_ms: int) -> DaemonUnreachable:
         return error
     except RequestError:
         listener = None
-    who = f"process {listener.pid}" if listener is not None and listener.pid else "a process"
-    why = "it hangs or is overloaded; see its log, or restart it"
-    if listener is not None and _is_stopped(listener.pid):
-        why = f"it is stopped (SIGSTOP, or a debugger); continue it with kill -CONT {listener.pid}"
-    return DaemonSilent(f"{who} listens at {path}, but accepted no request for {deadline_ms} ms: {why}")
+    return _silence(listener, path, f"accepted no request for {deadline_ms} ms")
 
 
-def _not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | RequestError:
-    """The last part of the path that is visible to this user is the one that denies access."""
+def unanswered(path: str, connection: socket.socket, deadline_ms: int) -> DaemonUnreachable:
+    """The error for a connection on which the listener does not reply, or that it does not take."""
+    return _silence(listener_of(connection), path, f"did not reply within {deadline_ms} ms")
+
+
+def not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | RequestError:
+    """The error for a socket that this user may not reach.
+
+    The last part of the path that is visible to this user is the one that denies access.
+    """
     for place in (Path(path), *Path(path).parents):
         try:
             owner = place.stat().st_uid
@@ -183,6 +187,14 @@ def _not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | Reque
             return _others(str(place), owner)
         break
     return DaemonUnreachable(f"{path}: {error.strerror}; run this as the daemon's user")
+
+
+def _silence(listener: Listener | None, path: str, what: str) -> DaemonSilent:
+    who = f"process {listener.pid}" if listener is not None and listener.pid else "a process"
+    why = "it hangs or is overloaded; see its log, or restart it"
+    if listener is not None and _is_stopped(listener.pid):
+        why = f"it is stopped (SIGSTOP, or a debugger); continue it with kill -CONT {listener.pid}"
+    return DaemonSilent(f"{who} listens at {path}, but {what}: {why}")
 
 
 def _others(what: str, user: int) -> RequestError:

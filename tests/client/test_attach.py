@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import pytest
 from kvcached_client import (
     Admin,
     Client,
+    DaemonSilent,
     DaemonUnreachable,
-    DeadlineExceeded,
     ErrorCode,
     Fault,
     Refused,
@@ -41,6 +42,13 @@ from kvcached_client.transport.listener import Listener
 from tests.client.descriptors import no_descriptor_left, take_all_descriptors
 
 Behaviour = Callable[[socket.socket, bytes, list[int]], None]
+_LISTEN_AND_STOP = """
+import os, signal, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own:
+    own.bind(sys.argv[1])
+    own.listen()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
 IDENTIFIED = Identified(member=b"m" * 32, endpoint="ipc:///x", daemon_epoch=1)
 
 
@@ -192,9 +200,31 @@ def test_deadline_that_has_passed_is_the_callers_mistake(
 
 
 def test_silent_peer_costs_the_deadline(listen: Callable[[Behaviour], Path]) -> None:
-    """A daemon that accepts and says nothing ends in the typed error of a passed deadline."""
-    with pytest.raises(DeadlineExceeded):
+    """A daemon that accepts and says nothing ends in an error that names its process."""
+    with pytest.raises(DaemonSilent, match=f"process {os.getpid()} listens at .*, but did not reply within 250 ms"):
         identify(listen(lambda *_: None), deadline_ms=250)
+
+
+def test_stopped_daemon_is_called_stopped(run_dir: Path) -> None:
+    """A daemon under SIGSTOP is said to be stopped, with the command that continues it, also by `connect`."""
+    with subprocess.Popen([sys.executable, "-c", _LISTEN_AND_STOP, str(run_dir / "attach.sock")]) as process:
+        try:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            with pytest.raises(DaemonSilent, match=f"it is stopped .* continue it with kill -CONT {process.pid}"):
+                Client.connect(run_dir, deadline_ms=100)
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be somebody else")
+def test_user_who_may_not_reach_the_socket_is_told_at_once(run_dir: Path) -> None:
+    """A user whom the daemon does not serve is refused, with what to do, and does not wait for it to start."""
+    os.seteuid(65534)
+    try:
+        with pytest.raises(Refused, match=r"belongs to user root \(0\).*name this user in the table \[access\]"):
+            Client.connect(run_dir, wait_s=5)
+    finally:
+        os.seteuid(0)
 
 
 def test_peer_that_hangs_up_is_unreachable(listen: Callable[[Behaviour], Path]) -> None:
