@@ -16,7 +16,7 @@ from kvcached_client.batch import CallBatch
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.errors import KvcachedError
 from kvcached_client.keys import KeyChain, Tokens
-from kvcached_client.lease import CachePolicy, L, Lease, LeaseOptions, acquiring
+from kvcached_client.lease import CachePolicy, Granted, L, Lease, LeaseOptions, acquiring, check_chain, check_kind
 from kvcached_client.lease_steps import LeaseSteps
 from kvcached_client.prefetch import PrefetchCalls
 from kvcached_client.protocol.engine import (
@@ -37,7 +37,7 @@ from kvcached_client.transport.misses import Failures
 from kvcached_client.transport.patience import with_patience
 from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
 from kvcached_client.transport.steps import Steps, complete
-from kvcached_client.types import NO_FENCE, FenceSequence
+from kvcached_client.types import NO_FENCE, ChainKind, FenceSequence
 
 
 class ClientSteps(EngineSession):
@@ -53,10 +53,11 @@ class ClientSteps(EngineSession):
         super().__init__(channel, welcome, generation=welcome.generation, heartbeat=heartbeat)
         self.layout = welcome.layout
         self.slots = welcome.slots
-        self._key_algorithm = welcome.key_algorithm
+        self._chain_kind = ChainKind(welcome.namespace, welcome.layout.block_size, welcome.key_algorithm)
         self._daemon_epoch = welcome.daemon_epoch
         self._signalled = FenceSequence(0)
-        self._leases: weakref.WeakSet[LeaseSteps] = weakref.WeakSet()
+        #: Granted leases by the id of their request; a lease that nobody has any more is in nobody's way.
+        self._leases: weakref.WeakValueDictionary[str, LeaseSteps] = weakref.WeakValueDictionary()
         self._reserve: Reserve | None = None
 
     @classmethod
@@ -116,15 +117,16 @@ class ClientSteps(EngineSession):
         Raises:
             BadRequest: see `KeyChain`.
         """
-        return KeyChain(
-            self.namespace, self.layout.block_size, tokens, lora=lora, salt=salt, algorithm=self._key_algorithm
-        )
+        namespace, block_size, algorithm = self._chain_kind
+        return KeyChain(namespace, block_size, tokens, lora=lora, salt=salt, algorithm=algorithm)
 
     def matching(self, chain: KeyChain, *, full: bool) -> Steps[int]:
         """`Client.match`."""
+        check_chain(chain)
         if not chain.block_count:
             return 0
         with self._channel.misses:
+            check_kind(chain, self._chain_kind)
             request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=chain.token_count, full=full)
             asked = self._channel.asking(request, Matched, (chain.keys,), deadline_ns=self._channel.deadline_ns())
             matched, _ = yield from asked
@@ -135,8 +137,10 @@ class ClientSteps(EngineSession):
         self, make: Callable[..., L], request: str, chain: KeyChain, **options: Unpack[LeaseOptions]
     ) -> Steps[L]:
         """`Client.acquire`, for a lease of the class `make`."""
-        lease = yield from acquiring(make, self._channel, request, chain, self._reserve, **options)
-        self._leases.add(lease)
+        granted = Granted(self._chain_kind, self._leases, self._reserve)
+        lease = yield from acquiring(make, self._channel, request, chain, granted, **options)
+        if lease.granted:
+            self._leases[request] = lease
         return lease
 
     def rejoin_next(self) -> None:
@@ -148,7 +152,7 @@ class ClientSteps(EngineSession):
             fence = named if named > self._signalled else NO_FENCE
             welcome = rejoin(channel, member, grant, self._daemon_epoch, layout, self.namespace, fence)
             check_welcome(welcome, layout)
-            declare(channel, [*self._leases] if self._reserve is None else [self._reserve, *self._leases])
+            declare(channel, filter(None, (self._reserve, *self._leases.values())))
         except BaseException:
             channel.close()  # without a goodbye, because the engine is writing to its slots
             raise
@@ -219,9 +223,9 @@ class ClientSteps(EngineSession):
             tokens = (blocks - 1) * self.layout.block_size
             name = f"{RESERVE_REQUEST_PREFIX}session {self.session.id}"
             prompt = self.chain((0,))
-            keeper = complete(
-                acquiring(Lease, self._channel, name, prompt, None, reserve_tokens=tokens, cache="nothing")
-            )
+            granted = Granted(self._chain_kind, {}, None)
+            asked = acquiring(Lease, self._channel, name, prompt, granted, reserve_tokens=tokens, cache="nothing")
+            keeper = complete(asked)
             self._reserve = Reserve(keeper) if keeper.granted else None
 
 
@@ -279,9 +283,8 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
             heartbeat: send heartbeats from a thread. Without them the session expires; for tests and short tools.
             reserve_blocks: slots to hold in reserve. While the daemon is away, `acquire` and `allocate` take slots from
                 the reserve, and everything is computed. At all other times the pool is smaller by these slots.
-            wait_s: how long to wait for a daemon that is not there, does not reply, or is not ready: its workers are
-                being started again, it drains, or it is clearing the replica. What waiting does not mend is raised at
-                once. The last attempt is made when the time is over.
+            wait_s: how long to wait for a daemon that is not there, does not reply, or is not ready: it starts workers
+                again, drains, or clears the replica. What waiting does not mend is raised at once.
 
         Raises:
             ValueError: `failures` is neither "raise" nor "miss", `deadline_ms` is less than 1 or more than 24 days, or
@@ -331,8 +334,9 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
 
         Cached blocks that are only in host memory may still be loading when it returns: see `Lease.is_loading`.
 
-        After a missed deadline, a call with the same `request` gets the same lease. If copies in flight are about to
-        free slots, it waits for them, within its deadline.
+        After a missed deadline, a call with the same `request` gets the same lease; at any other time it is refused
+        until that lease is released. If copies in flight are about to free slots, it waits for them, within its
+        deadline.
 
         If the prompt begins with one that this session has acquired, as the next turn of a conversation does, only the
         keys behind the earlier prompt are sent.
@@ -351,7 +355,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
 
         Raises:
             NoCapacity: no slot is free and nothing can be evicted; nothing was taken.
-            BadRequest: the prompt is longer than a message may be, or empty (also with ``failures="miss"``).
+            BadRequest: the prompt is longer than a message may be, or is empty or no chain (also with "miss").
             RequestError, TransportError: see `kvcached_client.errors`.
         """
         options = LeaseOptions(

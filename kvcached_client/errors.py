@@ -142,7 +142,7 @@ class DaemonUnreachable(TransportError):
 
 
 class DaemonSilent(DaemonUnreachable):
-    """A process listens at the socket, but accepted no request in time: it is stopped, hangs, or is overloaded."""
+    """A process listens at the socket, but took no request in time, or let nobody in: it is stopped, or hangs."""
 
 
 class DeadlineExceeded(TransportError):
@@ -220,3 +220,13 @@ def bad_reply(message: str, code: ErrorCode = ErrorCode.MALFORMED) -> RequestErr
 def bad_value(message: str, fix: str) -> RequestError:
     """The exception for an argument that the SDK refuses before it sends anything."""
     return request_error(ErrorCode.BAD_VALUE, message, fix)
+
+
+def request_in_use(name: str, state: str) -> RequestError:
+    """The exception for an `acquire` under the id of a request that is not over: both would hold the same lease."""
+    return request_error(
+        ErrorCode.REQUEST_CONFLICT,
+        f"request {name!r} {state}, and a second lease would be on the same slots",
+        "give each request an id of its own, also a retry of your client's; "
+        "repeat an acquire with its id only after it got no reply",
+    )

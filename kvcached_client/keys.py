@@ -24,7 +24,7 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from kvcached_client.errors import RequestError, bad_value
-from kvcached_client.types import KEY_SIZE_BYTES, PackedKeys
+from kvcached_client.types import KEY_SIZE_BYTES, AcquiredPrefix, ChainKind, PackedKeys
 
 try:
     from kvcached_client import _native_keys
@@ -222,13 +222,6 @@ class _Item(NamedTuple):
     end: int
 
 
-class AcquiredPrefix(NamedTuple):
-    """Leading blocks of a chain whose keys a session's daemon has, because they were acquired there."""
-
-    session: object
-    blocks: int
-
-
 class KeyChain:
     """The keys of one request's blocks, extended as its tokens become known. Each token is hashed once.
 
@@ -257,6 +250,8 @@ class KeyChain:
             raise bad_value(f"block_size {block_size}", "blocks have at least one token")
         self._block_size = block_size
         self._hash = _hash_of(algorithm)
+        #: A session refuses a chain of another kind: nobody would find its blocks.
+        self.kind = ChainKind(namespace, block_size, algorithm)
         #: State after the last complete block; the chain root before the first.
         self._state = chain_root(namespace, lora=lora, salt=salt)
         #: Keys that forks share, and those behind them.

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, Literal, Self, TypedDict, TypeVar, get_args
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, NamedTuple, Self, TypedDict, TypeVar, get_args
 
 from msgspec import structs
 
 from kvcached_client.blocks.block_table import SlotRanges
-from kvcached_client.errors import DaemonUnreachable, ErrorCode, Refused, bad_value
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, Refused, RequestError, bad_value, request_in_use
 from kvcached_client.failpoints import failpoint
-from kvcached_client.keys import AcquiredPrefix, KeyChain
+from kvcached_client.keys import KeyChain
 from kvcached_client.lease_steps import LeaseSteps
-from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN, Acquire, Acquired
+from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN, Acquire, Acquired, Release
 from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, TENANT_CHARS_MAX
 from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, grant_of
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import Steps, complete
-from kvcached_client.types import NO_FENCE, FenceSequence
+from kvcached_client.types import NO_FENCE, AcquiredPrefix, ChainKind, FenceSequence
 
 #: Which blocks of a request others may find: all, those without output tokens, or none.
 CachePolicy = Literal["all", "prompt", "nothing"]
 _CACHE_POLICIES: Final = get_args(CachePolicy)
 
 L = TypeVar("L", bound=LeaseSteps)
+
+
+class Granted(NamedTuple):
+    """What a session has granted, and to what kind of chains.
+
+    Attributes:
+        leases: by the id of their request; the daemon would grant a second one of an id on the same slots.
+        reserve: provides slots while the daemon is away.
+    """
+
+    kind: ChainKind
+    leases: Mapping[str, LeaseSteps]
+    reserve: Reserve | None
 
 
 class LeaseOptions(TypedDict, total=False):
@@ -154,7 +167,7 @@ def acquiring(
     channel: SessionChannel,
     name: str,
     chain: KeyChain,
-    reserve: Reserve | None,
+    granted: Granted,
     *,
     prompt_tokens: int | None = None,
     reserve_tokens: int = 0,
@@ -164,6 +177,7 @@ def acquiring(
     tenant: str = "",
 ) -> Steps[L]:
     """`Client.acquire`, in steps. The prompt is what the chain holds at the first one; `make` is the lease's class."""
+    check_chain(chain)
     tokens, key_count = chain.token_count, chain.block_count
     _check_prompt(tokens, prompt_tokens, reserve_tokens, cache, priority)
     if len(tenant) > TENANT_CHARS_MAX:
@@ -174,6 +188,7 @@ def acquiring(
     cacheable_blocks = {"all": None, "prompt": own_blocks, "nothing": 0}[cache]
 
     def attempt(deadline_ns: int) -> Steps[Grant]:
+        _check_unused(channel, name, granted.leases.get(name))
         request = Acquire(
             id=channel.next_id(),
             epoch=channel.epoch,
@@ -186,24 +201,67 @@ def acquiring(
             known=_known_blocks(channel, chain, key_count),
         )
         reply, frames = yield from _asking(channel, request, chain, key_count, deadline_ns)
-        return grant_of(reply, frames, prompt_blocks + more)
+        try:
+            return grant_of(reply, frames, prompt_blocks + more)
+        except RequestError:  # a grant that cannot be used is not kept
+            channel.post(Release(id=channel.next_id(), epoch=channel.epoch, lease=reply.lease, reply=False))
+            raise
 
     with channel.misses:
+        check_kind(chain, granted.kind)
         try:
             grant = yield from channel.retry_when_freed(attempt)
             if key_count >= KNOWN_BLOCKS_MIN:
                 chain.acquired = AcquiredPrefix(channel.prompts, key_count)
                 channel.prompts.note(chain.key_range(key_count - 1, key_count), key_count)
         except DaemonUnreachable:
-            slots = reserve.take(prompt_blocks + more) if reserve is not None and channel.is_gone else None
+            reserve = granted.reserve if channel.is_gone else None
+            slots = None if reserve is None else reserve.take(prompt_blocks + more)
             if slots is None:
                 raise
             grant = NOTHING._replace(slots=SlotRanges.of(slots))
         failpoint("client.acquired")
-        return make(channel, chain, cacheable_blocks, grant, name, reserve)
+        return make(channel, chain, cacheable_blocks, grant, name, granted.reserve)
     lease = make(channel, chain, cacheable_blocks, None, name)
     lease.reason = channel.misses.last_reason
     return lease
+
+
+def check_chain(chain: KeyChain) -> None:
+    """Refuse tokens, or keys, in place of a chain.
+
+    Raises:
+        BadRequest: it is no `KeyChain`.
+    """
+    if not isinstance(chain, KeyChain):
+        raise bad_value(f"a {type(chain).__name__} in place of a chain", "pass client.chain(tokens)")
+
+
+def check_kind(chain: KeyChain, kind: ChainKind) -> None:
+    """Refuse a chain of another session's kind: its blocks would go into slots of another size, or never be found.
+
+    Raises:
+        BadRequest: its namespace, its block size or its algorithm is not the session's.
+    """
+    if chain.kind == kind:
+        return
+    theirs, ours = chain.kind._asdict(), kind._asdict()
+    differs = [
+        f"another {name}" if name == "namespace" else f"the {name} {theirs[name]} instead of {ours[name]}"
+        for name in ours
+        if theirs[name] != ours[name]
+    ]
+    raise bad_value(
+        f"a chain with {' and '.join(differs)}",
+        "make it with client.chain(tokens). After a clear, or with another client, the namespace is another one: "
+        "chains from before have to be made anew",
+    )
+
+
+def _check_unused(channel: SessionChannel, name: str, lease: LeaseSteps | None) -> None:
+    """Refuse a request whose lease is not released. On a session that is over, the daemon's word is the better one."""
+    if lease is not None and lease.is_held and not (channel.is_closed or channel.is_stale):
+        raise request_in_use(name, "has a lease that is not released")
 
 
 def _check_prompt(tokens: int, prompt_tokens: int | None, reserve_tokens: int, cache: str, priority: int) -> None:

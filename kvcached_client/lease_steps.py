@@ -100,6 +100,12 @@ class LeaseSteps:
         return bool(self.loads)
 
     @property
+    def is_held(self) -> bool:
+        """Whether the lease has slots, and no release of it was sent."""
+        unsettled = None if self._unsettled is None else self._unsettled[0]
+        return self._is_held and not isinstance(unsettled, Release)
+
+    @property
     def block_table(self) -> npt.NDArray[np.int32]:
         """The slot of each block of the request: int32 ``[blocks]``, read-only. `allocate` makes a new array."""
         table = self._slots.table

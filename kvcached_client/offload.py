@@ -43,10 +43,12 @@ from kvcached_client.protocol.engine import (
 )
 from kvcached_client.protocol.grants import (
     Hold,
+    Holds,
     Offered,
     Piece,
     PreparedLoad,
     PreparedStore,
+    check_keys,
     hold_of,
     slots_of,
     store_of,
@@ -105,6 +107,7 @@ class OffloadClient(EngineSession):
         self.read_only = welcome.read_only
         self._namespace = welcome.namespace.hex()
         self._preparations = Preparations(channel, self.session)
+        self._holds = Holds()
 
     @classmethod
     def connect(
@@ -163,7 +166,7 @@ class OffloadClient(EngineSession):
     def begin_match(self, keys: bytes, tokens: int, *, full: bool = False) -> PendingReply[int]:
         """How many leading blocks the host pool holds. Locks nothing."""
         request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=tokens, full=full)
-        self._channel.send(request, (keys,))
+        self._channel.send(request, (check_keys(keys),))
         return PendingReply(lambda: self._channel.receive(request, Matched)[0].host)
 
     match = waiting(begin_match)
@@ -179,7 +182,9 @@ class OffloadClient(EngineSession):
         tenant: str = "",
         load_from: int | None = None,
     ) -> PendingReply[Hold]:
-        """Lock the longest prefix of a prompt that the host pool holds. A repeated call gets the same lease.
+        """Lock the longest prefix of a prompt that the host pool holds.
+
+        A call with the same `request` gets the same lease after a missed deadline, and is refused at any other time.
 
         Args:
             request: the engine's own id of the request, at most 256 characters.
@@ -189,8 +194,12 @@ class OffloadClient(EngineSession):
             priority: -8 to 7; blocks that only requests of lower priority use are evicted first.
             tenant: whose quota of the host pool the blocks count against, at most 64 characters; "" for nobody's.
             load_from: also `prepare_load`, from this depth to the end of the hit, where possible: see `Hold.load`.
+
+        Raises:
+            Refused: the request has a lease already, or is being acquired (`request_conflict`).
         """
-        request_id, known = self._channel.next_id(), self._channel.prompts.known_blocks(keys)
+        self._holds.check_unused(request)
+        request_id, known = self._channel.next_id(), self._channel.prompts.known_blocks(check_keys(keys))
         asked = Acquire(
             id=request_id,
             epoch=self.epoch,
@@ -225,7 +234,7 @@ class OffloadClient(EngineSession):
         return PendingPrefetch(
             self._channel,
             0,
-            keys,
+            check_keys(keys),
             tokens,
             stop=stop,
             deadline_ms=deadline_ms,
@@ -266,7 +275,7 @@ class OffloadClient(EngineSession):
             keys: 16 bytes a block.
         """
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
-        self._preparations.send(request, (keys,))
+        self._preparations.send(request, (check_keys(keys),))
         return PendingReply(partial(self._store_prepared, request, keys))
 
     prepare_store = waiting(begin_prepare_store)
@@ -287,6 +296,8 @@ class OffloadClient(EngineSession):
         request = PrepareStores(id=self._channel.next_id(), epoch=self.epoch, offers=named, releases=tuple(releases))
         frames = (b"".join([offer.keys for offer in offers]),)
         self._preparations.send(request, frames)
+        for lease in releases:
+            self._holds.drop(lease)
         return PendingReply(partial(self._stores_prepared, request, frames))
 
     def cancel_store(self, transfer: TransferId, why: str) -> None:
@@ -296,11 +307,14 @@ class OffloadClient(EngineSession):
     def release(self, lease: LeaseId) -> None:
         """Give a lease back. Its copies in flight continue."""
         request = Release(id=self._channel.next_id(), epoch=self.epoch, lease=lease)
-        self._channel.ask(request, Released)
+        self._channel.send(request)
+        self._holds.drop(lease)
+        self._channel.receive(request, Released)
 
     def post_release(self, lease: LeaseId) -> None:
         """Give a lease back without waiting for the reply. A refusal goes unnoticed."""
         self._channel.send(Release(id=self._channel.next_id(), epoch=self.epoch, lease=lease, reply=False))
+        self._holds.drop(lease)
 
     def pin(self, keys: bytes, *, ttl_ms: int) -> int:
         """Keep the blocks of a prefix that the host pool holds for a time. Returns their number. See `Admin.pin`.
@@ -309,7 +323,7 @@ class OffloadClient(EngineSession):
             RequestError: over the quota (`limit`).
         """
         request = Pin(id=self._channel.next_id(), target=self._namespace, ttl_ms=ttl_ms)
-        return self._channel.ask(request, Pinned, (keys,))[0].host
+        return self._channel.ask(request, Pinned, (check_keys(keys),))[0].host
 
     def settle(self) -> None:
         """Give back what was granted after a deadline had passed.
@@ -358,7 +372,16 @@ class OffloadClient(EngineSession):
             again = structs.replace(request, id=self._channel.next_id(), known=0)
             held, frames = self._channel.ask(again, Held, (keys,))
         prompts.note_all(keys)
-        return hold_of(held, frames, len(keys) // KEY_SIZE_BYTES, request.load_from)
+        try:
+            hold = hold_of(held, frames, len(keys) // KEY_SIZE_BYTES, request.load_from)
+        except RequestError:  # a grant that cannot be used is not kept
+            unused = Release(
+                id=self._channel.next_id(), epoch=self.epoch, lease=held.lease, call_off=held.transfer, reply=False
+            )
+            self._channel.post(unused)
+            raise
+        self._holds.add(request.request, hold.lease)
+        return hold
 
     def _load_prepared(self, request: PrepareLoad) -> PreparedLoad:
         reply, frames = self._preparations.receive(request, (), LoadPrepared)

@@ -6,10 +6,12 @@ import time
 from typing import NamedTuple, TypedDict, Unpack
 
 from kvcached_client.keys import KeyChain
+from kvcached_client.lease import check_chain, check_kind
 from kvcached_client.protocol.engine import Prefetch, Prefetched
 from kvcached_client.protocol.sessions import PREFETCH_DEADLINE_MS_MAX, StopPolicy
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import Steps, complete
+from kvcached_client.types import ChainKind
 
 #: Time for the messages, in addition to the time that the daemon may wait.
 _WAY_MS = 1000
@@ -89,6 +91,7 @@ class PrefetchCalls:
     """The storage requests of `Client`."""
 
     _channel: SessionChannel
+    _chain_kind: ChainKind
     epoch: int
 
     def prefetch(
@@ -120,7 +123,7 @@ class PrefetchCalls:
             "prefill_tokens_per_s": prefill_tokens_per_s,
             "full": full,
         }
-        return complete(prefetching(self._channel, self.epoch, chain, **options))
+        return complete(prefetching(self._channel, self._chain_kind, chain, **options))
 
     def begin_prefetch(
         self,
@@ -132,6 +135,8 @@ class PrefetchCalls:
         full: bool = False,
     ) -> PendingPrefetch:
         """As `prefetch`, without waiting. Other calls may be made before the reply is fetched; errors are raised."""
+        check_chain(chain)
+        check_kind(chain, self._chain_kind)
         return PendingPrefetch(
             self._channel,
             self.epoch,
@@ -145,11 +150,13 @@ class PrefetchCalls:
 
 
 def prefetching(
-    channel: SessionChannel, epoch: int, chain: KeyChain, **options: Unpack[PrefetchOptions]
+    channel: SessionChannel, kind: ChainKind, chain: KeyChain, **options: Unpack[PrefetchOptions]
 ) -> Steps[PrefetchResult]:
     """`PrefetchCalls.prefetch`, in steps."""
+    check_chain(chain)
     with channel.misses:
-        pending = PendingPrefetch(channel, epoch, chain.keys, chain.token_count, **options)
+        check_kind(chain, kind)
+        pending = PendingPrefetch(channel, channel.epoch, chain.keys, chain.token_count, **options)
         yield pending.request
         return pending.result()
     return PrefetchResult(0, 0, is_over=True, reason="unavailable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from enum import StrEnum
-from typing import Literal, NewType, TypeAlias
+from typing import Literal, NamedTuple, NewType, TypeAlias
 
 #: Key of a block: the first 16 bytes of its chained hash.
 BlockKey = NewType("BlockKey", bytes)
@@ -24,6 +24,21 @@ BlockCount = NewType("BlockCount", int)
 #: A point in an engine's queued work; later fences have higher numbers. 0 = the work is already done.
 FenceSequence = NewType("FenceSequence", int)
 NO_FENCE = FenceSequence(0)
+
+
+class ChainKind(NamedTuple):
+    """What every chain of a session's keys has in common with the session."""
+
+    namespace: bytes
+    block_size: int
+    algorithm: str
+
+
+class AcquiredPrefix(NamedTuple):
+    """Leading blocks of a chain whose keys a session's daemon has, because they were acquired there."""
+
+    session: object
+    blocks: int
 
 
 class MissReason(StrEnum):

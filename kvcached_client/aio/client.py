@@ -162,7 +162,8 @@ class AsyncClient(ClientSteps):
         return self._replies
 
     def _prefetching(self, chain: KeyChain, **options: Unpack[PrefetchOptions]) -> Steps[PrefetchResult]:
-        return (yield from prefetching(self._channel, self.epoch, chain, **options))  # of the channel at the first step
+        # A function of its own, so that the channel is that of the first step.
+        return (yield from prefetching(self._channel, self._chain_kind, chain, **options))
 
     def _forget_replies(self) -> None:
         replies, self._replies = self._replies, None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvcached_client.blocks.block_table import SlotRanges
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
-from kvcached_client.errors import RequestError, bad_reply, bad_value, request_error
+from kvcached_client.errors import RequestError, bad_reply, bad_value, request_error, request_in_use
 from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, Held, LoadTicket, StorePrepared, StoresPrepared
 from kvcached_client.types import KEY_SIZE_BYTES, FenceSequence, LeaseId, TransferId, unpack_ranges
 
@@ -145,6 +145,33 @@ class Offered(NamedTuple):
         return f"Offered(lease={self.lease}, start={self.start}, blocks={len(self.keys) // KEY_SIZE_BYTES})"
 
 
+class Holds:
+    """The leases that a session has been given, by id, and by that of their request, until they are given back."""
+
+    def __init__(self) -> None:
+        self._requests: dict[LeaseId, str] = {}
+        self._leases: dict[str, LeaseId] = {}
+
+    def check_unused(self, request: str) -> None:
+        """Refuse a request that has a lease: who acquires again would be given the same one.
+
+        Raises:
+            Refused: the lease was not given back.
+        """
+        if request in self._leases:
+            raise request_in_use(request, "has a lease that is not released")
+
+    def add(self, request: str, lease: LeaseId) -> None:
+        """A lease was granted."""
+        self._requests[lease], self._leases[request] = request, lease
+
+    def drop(self, lease: LeaseId) -> None:
+        """A release of a lease was sent."""
+        request = self._requests.pop(lease, None)
+        if request is not None:
+            self._leases.pop(request, None)
+
+
 NOTHING: Final = Grant(LeaseId(0), 0, 0, (), SlotRanges(b"", 0))
 
 
@@ -183,6 +210,17 @@ def hold_of(held: Held, frames: list[bytes], blocks: int, load_from: int | None)
     slots = slots_of(frames[0], held.hit - load_from)
     load = PreparedLoad(TransferId(held.transfer), held.generation, slots, load_from)
     return Hold(lease, held.hit, held.filling, load)
+
+
+def check_keys(keys: bytes) -> bytes:
+    """Packed keys, as they are.
+
+    Raises:
+        BadRequest: they are something else, such as a chain.
+    """
+    if not isinstance(keys, (bytes, bytearray, memoryview)):
+        raise bad_value(f"a {type(keys).__name__} in place of keys", "pass chain.keys, or chain.key_range(start, stop)")
+    return keys
 
 
 def check_fence(fence: FenceSequence) -> FenceSequence:

@@ -6,6 +6,7 @@ A `PendingCalls` gives requests their ids, turns them into message parts, and pa
 * A request is *pending* until its reply is taken or it is abandoned; there are at most `PENDING_MAX` of them.
 * No acquire that was sent is forgotten before its reply has come: nobody would release what it grants. So with
   `ACQUIRES_MAX` of them without a reply, no other is sent.
+* No two acquires of one name are pending: the daemon would give both the same lease.
 * A reply to an abandoned request changes nothing here, but if it grants a lease, that lease must be released: it is an
   *orphan*, unless the caller has repeated the acquire with the same name and so got the same lease. While such a
   repetition waits for its reply, it is unknown which lease it gets, and the orphan stays.
@@ -16,7 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvcached_client.errors import DaemonSilent, ErrorCode, RequestError, bad_reply, bad_value, request_error
+from kvcached_client.errors import (
+    DaemonSilent,
+    ErrorCode,
+    RequestError,
+    bad_reply,
+    bad_value,
+    request_error,
+    request_in_use,
+)
 from kvcached_client.protocol.engine import (
     FRAME_COUNT_MAX,
     Acquire,
@@ -69,8 +78,9 @@ class PendingCalls:
         self._last_id = 0
         #: Pending requests by id, with their deadlines.
         self._deadlines_ns: dict[RequestId, int] = {}
-        #: Pending acquires by id, with the name that makes them idempotent.
+        #: Pending acquires by id, with the name that makes them idempotent; and by that name.
         self._acquire_names: dict[RequestId, str] = {}
+        self._acquires: dict[str, RequestId] = {}
         #: Replies that were not taken yet, or the error of an unreadable one. Their requests are still pending.
         self._answers: dict[RequestId, Answer | RequestError] = {}
         #: Abandoned acquires by id, whose grants may still arrive.
@@ -114,7 +124,7 @@ class PendingCalls:
 
         Raises:
             BadRequest: the request cannot be encoded, or a field or frame is out of its limits.
-            Refused: `PENDING_MAX` requests are pending.
+            Refused: `PENDING_MAX` requests are pending, or another acquire of the same name is.
             DaemonSilent: `ACQUIRES_MAX` acquires have no reply, and this is another one.
         """
         header = _encode(request)
@@ -126,9 +136,11 @@ class PendingCalls:
             if isinstance(request, Acquire) and len(self._acquire_names) + len(self._abandoned) >= ACQUIRES_MAX:
                 raise DaemonSilent(f"the daemon has not replied to {ACQUIRES_MAX} earlier acquires; see its log")
             request_id = RequestId(request.id)
-            self._deadlines_ns[request_id] = deadline_ns
             if isinstance(request, Acquire):
+                if self._acquires.setdefault(request.request, request_id) != request_id:
+                    raise request_in_use(request.request, "is being acquired")
                 self._acquire_names[request_id] = request.request
+            self._deadlines_ns[request_id] = deadline_ns
         return [header, *frames]
 
     def receive(self, parts: Sequence[bytes]) -> RequestId | None:
@@ -194,8 +206,7 @@ class PendingCalls:
 
     def orphans(self) -> list[Orphan]:
         """Leases that were granted too late. The caller releases each, then drops it."""
-        asked_again = set(self._acquire_names.values())
-        return [orphan for orphan, name in self._orphans.values() if name not in asked_again]
+        return [orphan for orphan, name in self._orphans.values() if name not in self._acquires]
 
     def drop_orphan(self, lease: LeaseId) -> None:
         """Forget an orphan whose release was sent."""
@@ -203,7 +214,10 @@ class PendingCalls:
 
     def _forget(self, request_id: RequestId) -> str | None:
         self._deadlines_ns.pop(request_id, None)
-        return self._acquire_names.pop(request_id, None)
+        name = self._acquire_names.pop(request_id, None)
+        if name is not None:
+            del self._acquires[name]
+        return name
 
     def _adopt(self, name: str, lease: LeaseId) -> None:
         """The caller holds this lease: an abandoned acquire of the same name makes it no orphan."""

@@ -318,7 +318,7 @@ def test_next_turn_sends_the_keys_behind_the_last_prompt(
     client.acquire("turn 1", keys[: 80 * KEY_SIZE_BYTES], 80 * 16)
     assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3, None)
     script.knows_nothing = True
-    assert client.acquire("turn 2", keys, 100 * 16) == (1, 2, 3, None)
+    assert client.acquire("turn 2 again", keys, 100 * 16) == (1, 2, 3, None)
     acquires = [(request.known, frames[0]) for request, frames in daemon.requests if isinstance(request, Acquire)]
     first, behind, last = keys[: 80 * KEY_SIZE_BYTES], keys[79 * KEY_SIZE_BYTES :], keys[-KEY_SIZE_BYTES:]
     assert acquires == [(0, first), (80, behind), (100, last), (0, keys)]

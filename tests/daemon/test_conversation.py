@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvcached_client import Client, KeyChain, MappedPool, map_pool
-from kvcached_client.keys import AcquiredPrefix
 from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN
-from kvcached_client.types import KEY_SIZE_BYTES
+from kvcached_client.types import KEY_SIZE_BYTES, AcquiredPrefix
 from tests.daemon.conftest import CONFIG
 from tests.daemon.supervised import supervised
 
