@@ -253,6 +253,7 @@ class OffloadClient(EngineSession):
 
         Raises:
             Refused: `hit_gone`: the blocks no longer exist, because the namespace was cleared or they proved bad.
+            DaemonFailure: `paused`: an administrator has paused copies. Compute the blocks, as after `hit_gone`.
         """
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
         self._preparations.send(request)

@@ -23,7 +23,9 @@ FRAGMENTS = re.findall(r"```python attached\n(.*?)```", (ROOT / "docs/sdk.md").r
 BEFORE = """
 import numpy as np
 import torch
-from kvcached_client import EnginePages, KeyChain, OffloadClient, OffloadLayout, OffloadShard, new_instance
+from kvcached_client import (
+    Admin, DaemonFailure, EnginePages, KeyChain, OffloadClient, OffloadLayout, OffloadShard, Refused, new_instance
+)
 keyspace, prompt, table = bytes(32), range(50), np.arange(8)
 """
 BETWEEN = """
@@ -64,6 +66,26 @@ def test_fragments_store_and_load(tmp_path: Path) -> None:
     program = BEFORE + connect + fill + load + store + BETWEEN + load + AFTER
 
     assert output_of(program, tmp_path) == ("3 3 [1536, 1536]\n", "")
+
+
+def test_guide_program_computes_while_copies_are_paused(tmp_path: Path) -> None:
+    """The engine in docs/engines.md computes what it may not load, and its output is the same."""
+    successor = 'run("second"'
+    paused = f"from kvcached_client import Admin\nAdmin.connect().pause()\n{successor}"
+    expected = OUTPUT.replace("second 0: 20 of 22", "second 0: 0 of 22")
+    assert expected != OUTPUT
+
+    assert output_of(PROGRAM.replace(successor, paused), tmp_path) == (expected, "")
+
+
+def test_fragments_compute_while_copies_are_paused(tmp_path: Path) -> None:
+    """The fragments of docs/sdk.md load nothing of a hit while copies are paused, and give their lease back."""
+    connect, load, store = FRAGMENTS
+    pause = "Admin.connect().pause()\n"
+    leases = "print([each.leases for each in Admin.connect().stats().hosts])\n"
+    program = BEFORE + connect + load + store + BETWEEN + pause + load + store + leases + AFTER
+
+    assert output_of(program, tmp_path) == ("[0]\n3 0 [0, 0]\n", "")
 
 
 def test_guide_starts_the_configuration_that_is_shipped() -> None:
