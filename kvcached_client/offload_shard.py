@@ -42,13 +42,15 @@ from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, LEASES_PER_MESSAG
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import rpc_endpoint
-from kvcached_client.types import Verify
+from kvcached_client.types import TransferId, Verify
 
 if TYPE_CHECKING:
     from kvcached_client.cuda.engine import EngineCopies, Mark
 
 __all__ = ["STORES_PER_REPORT_MAX", "BlockJob", "JobSpan", "OffloadShard"]
 
+#: Copies that a shard remembers to have reported. Who makes one again does so at once, or soon.
+_REPORTED_KEPT: Final = 4096
 #: The first, and those that are named beside it.
 STORES_PER_REPORT_MAX: Final = LEASES_PER_MESSAGE_MAX + 1
 
@@ -101,6 +103,8 @@ class OffloadShard:
         self._memory: _Memory | None = memory
         self._channel = channel
         self._copying = threading.RLock()  #: held from the begin of a copy until it is reported
+        #: Transfers that were reported, well or with an error: their slots may be others' now. The oldest first.
+        self._reported: dict[TransferId, None] = {}
 
     def __repr__(self) -> str:
         state = "closed" if self._memory is None else "open"
@@ -175,7 +179,8 @@ class OffloadShard:
             after: for tensors on a CUDA device, a mark behind the kernels that write the blocks.
 
         Raises:
-            BadRequest: the job contradicts itself, or names blocks that do not exist; nothing was copied.
+            BadRequest: the job contradicts itself, names blocks that do not exist, or was made or has failed before;
+                nothing was copied.
             Refused: the host pool is mapped read-only; nothing was copied.
             Stale: the session is over.
             TransportError: the daemon did not reply, even when the report was repeated.
@@ -200,6 +205,7 @@ class OffloadShard:
         with self._copying:
             memory = self._open()
             self._check_writable()
+            self._begin("store", jobs)
             try:
                 with memory.after(after):
                     memory.transfers.store_all(jobs, epoch=self.epoch)
@@ -270,6 +276,7 @@ class OffloadShard:
 
     def _load(self, job: BlockJob, after: Mark | None) -> list[int]:
         memory = self._open()
+        self._begin("load", (job,))
         try:
             with memory.after(after):
                 bad = memory.transfers.load(
@@ -283,6 +290,19 @@ class OffloadShard:
         indices = np.array([depths[index] - job.start for index in bad], "<i4")
         self._settle(self._done("load", (job,)), (indices.tobytes(),) if bad else ())
         return bad
+
+    def _begin(self, kind: CopyKind, jobs: Sequence[BlockJob]) -> None:
+        """Refuse a copy that was reported; from now on these are."""
+        for job in jobs:
+            if job.transfer in self._reported:
+                raise bad_value(
+                    f"{kind} {job.transfer} was made before, or has failed, so that its slots are others' now",
+                    f"carry out each job once; prepare another {kind}",
+                )
+        for job in jobs:
+            self._reported[job.transfer] = None
+        while len(self._reported) > _REPORTED_KEPT:
+            del self._reported[next(iter(self._reported))]
 
     def _done(self, kind: CopyKind, jobs: Sequence[BlockJob], *, error: str = "") -> TransferDone:
         return TransferDone(

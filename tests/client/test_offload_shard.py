@@ -25,6 +25,7 @@ from kvcached_client import (
     RequestError,
     SessionGrant,
     Stale,
+    offload_shard,
 )
 from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.blocks.pages import EnginePages
@@ -127,8 +128,8 @@ def test_stores_go_together_and_are_told_together(daemon: FakeDaemon, shard: Off
 
     assert told(daemon) == [(msgspec.structs.replace(commit(), more=(4,)), [])]
     assert shard.load(job(span([0, 3], [0, 1]), transfer=9)) == []
-    assert shard.load(replace(job(span([5], [5], depth=3), transfer=9), generation=8)) == []
-    assert shard.load(job(span([5], [5], depth=3), transfer=9)) == [0]
+    assert shard.load(replace(job(span([5], [5], depth=3), transfer=10), generation=8)) == []
+    assert shard.load(job(span([5], [5], depth=3), transfer=11)) == [0]
     for tensor in TENSORS:
         assert (tensor.array[[0, 3, 5]] == tensor.array[[1, 4, 2]]).all()
 
@@ -140,6 +141,29 @@ def test_stores_that_fail_together_are_told_together(daemon: FakeDaemon, shard: 
 
     failed = msgspec.structs.replace(commit(f"BadRequest: {caught.value}"), more=(4,))
     assert told(daemon) == [(failed, [])]
+
+
+@pytest.mark.parametrize("is_twice", [True, False], ids=["a block twice", "well"])
+def test_job_is_carried_out_once(daemon: FakeDaemon, shard: OffloadShard, *, is_twice: bool) -> None:
+    """A copy that was made, or has failed, is refused the second time: its slots may hold others' blocks."""
+    first = job(span([1, 1] if is_twice else [1, 4], [0, 1]))
+    outcome = pytest.raises(BadRequest, match="twice") if is_twice else contextlib.nullcontext()
+    with outcome:
+        shard.load(first)
+
+    for again in (shard.store, shard.load):
+        with pytest.raises(BadRequest, match=r"3 was made before, or has failed.*prepare another"):
+            again(job(span([1, 4], [0, 1])))
+    assert len(told(daemon)) == 1
+
+
+def test_jobs_are_remembered_for_a_while(shard: OffloadShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of more jobs than are kept is forgotten."""
+    monkeypatch.setattr(offload_shard, "_REPORTED_KEPT", 2)
+    for transfer in (1, 2, 3):
+        shard.store(job(span([1], [0]), transfer=transfer))
+
+    assert list(shard._reported) == [2, 3]
 
 
 def test_bad_blocks_are_returned_and_told(daemon: FakeDaemon, shard: OffloadShard, pool: int) -> None:
@@ -286,7 +310,7 @@ def test_silence_is_a_typed_error(daemon: FakeDaemon, hasty: OffloadShard, work:
         work(hasty)
 
     daemon.script = None
-    work(hasty)
+    hasty.store(job(span([1], [0]), transfer=10))
     assert len(daemon.requests) == 3  # noted in their order, maybe some time after they were sent
 
 
