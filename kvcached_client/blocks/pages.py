@@ -19,11 +19,14 @@ from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, Self
 
 import msgspec
+import numpy as np
 
 from kvcached_client.blocks.overlaps import check_apart, without_contained
 from kvcached_client.errors import RequestError, bad_value
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from kvcached_client.blocks.layout import Layout
     from kvcached_client.cuda.engine import EngineDevice
 
@@ -198,8 +201,12 @@ class EnginePages:
         return f"EnginePages(blocks={self.blocks}, block_bytes={self.block_bytes}, layers={len(self.layers)}, {place})"
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor | CudaTensor], blocks: int | None = None) -> Self:
+    def of_tensors(
+        cls, tensors: Mapping[str, Tensor | CudaTensor | npt.NDArray[Any]], blocks: int | None = None
+    ) -> Self:
         """The pages of tensors ``[blocks, …]``, one tensor for each layer, by layer name.
+
+        They are tensors of torch, arrays of NumPy, or arrays of a CUDA device with ``__cuda_array_interface__``.
 
         Tensors ``[2, blocks, block_size, heads, dim]`` hold K and V apart; each of them has its own page of a block.
         Layers that share one tensor share its pages, which are copied once; also a layer whose pages are parts of
@@ -273,11 +280,17 @@ class _View(NamedTuple):
     dtype: str
 
 
-def _view(name: str, tensor: Tensor | CudaTensor) -> _View:
+def _view(name: str, tensor: Tensor | CudaTensor | npt.NDArray[Any]) -> _View:
     try:
-        view = _interface_view(tensor) if _has_interface_only(tensor) else _tensor_view(tensor)
+        if isinstance(tensor, np.ndarray):
+            view = _array_view(tensor)
+        else:
+            view = _interface_view(tensor) if _has_interface_only(tensor) else _tensor_view(tensor)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:  # as torch, of a sparse tensor
-        raise _unusable(f"{name} is no tensor: {error}", "register one tensor for each layer") from None
+        raise _unusable(
+            f"{name} is no tensor that can be used: {error}",
+            "register a tensor of torch, an array of NumPy, or one with __cuda_array_interface__ for each layer",
+        ) from None
     if view.device not in _DEVICES:
         raise _unusable(f"{name} is on device {view.device!r}", "run the engine on the CPU or on CUDA devices")
     if not view.address and 0 not in view.shape:
@@ -292,6 +305,17 @@ def _has_interface_only(tensor: Any) -> bool:  # noqa: ANN401 - whatever a calle
 def _tensor_view(tensor: Any) -> _View:  # noqa: ANN401 - checked by what it has
     place, elements = (tensor.data_ptr(), list(tensor.shape), list(tensor.stride())), tensor.element_size()
     return _View(tensor.device.type, *place, elements, str(tensor.dtype))
+
+
+def _array_view(array: npt.NDArray[Any]) -> _View:
+    if not array.flags.writeable:
+        raise ValueError("it may only be read, and loads write it")
+    if array.dtype.hasobject:
+        raise ValueError("its elements are objects of Python")
+    if any(step % array.itemsize for step in array.strides):
+        raise ValueError(f"strides {array.strides} of elements of {array.itemsize} bytes")
+    steps = [step // array.itemsize for step in array.strides]
+    return _View("cpu", array.ctypes.data, list(array.shape), steps, array.itemsize, str(array.dtype))
 
 
 def _interface_view(tensor: Any) -> _View:  # noqa: ANN401 - checked by what it has

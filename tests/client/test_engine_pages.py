@@ -34,6 +34,42 @@ def test_pages_are_where_the_tensors_are() -> None:
     assert (pages.blocks, pages.block_bytes) == (5, 544)
 
 
+def test_arrays_of_numpy_are_tensors() -> None:
+    """An array of NumPy has the pages of a tensor over the same memory, and is kept alive."""
+    memory = kv()
+    array, tensor = (
+        EnginePages.of_tensors({"a": memory[:, :1]}),
+        EnginePages.of_tensors({"a": HostTensor(memory[:, :1])}),
+    )
+
+    assert array.layers == tensor.layers == ((memory.ctypes.data, 256, 512),)
+    assert array.owners[0].base is memory  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (np.frombuffer(bytes(640), "float32").reshape(5, 32), "may only be read"),
+        (np.zeros((5, 4), object), "objects of Python"),
+        (np.zeros(50, "V6").view("V6")[:], "has the shape"),
+        (np.ndarray((5, 4), "int32", bytearray(200), strides=(38, 4)), "strides"),
+        (kv().transpose(1, 0, 2, 3), "not contiguous|more than two blocks"),
+        (kv()[::-1], "not contiguous"),
+    ],
+    ids=["read-only", "objects", "one dimension", "odd strides", "transposed", "backwards"],
+)
+def test_array_of_numpy_that_cannot_be_copied_is_refused(array: npt.NDArray[Any], why: str) -> None:
+    """What loads may not write, or where a block is not one run of bytes, is refused with the reason."""
+    with pytest.raises(BadRequest, match=why):
+        EnginePages.of_tensors({"a": array})
+
+
+def test_what_is_no_tensor_is_told_what_is() -> None:
+    """The error for other objects names the kinds of tensors that are taken."""
+    with pytest.raises(BadRequest, match="a tensor of torch, an array of NumPy, or one with __cuda_array_interface__"):
+        EnginePages.of_tensors({"a": [1, 2]})  # type: ignore[dict-item]
+
+
 def test_block_of_several_rows_is_one_page() -> None:
     """Where a tensor has three rows for each block, its pages are three rows, beside a tensor with one row each."""
     rows, states = HostTensor(kv(15)), HostTensor(np.zeros((5, 7), "float32"))
@@ -248,7 +284,7 @@ def test_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(BadRequest, match="no tensor"):
         EnginePages.of_tensors({})
     listed: Any = [kv()]
-    with pytest.raises(BadRequest, match="a is no tensor"):
+    with pytest.raises(BadRequest, match="a is no tensor that can be used"):
         EnginePages.of_tensors({"a": listed})
 
 
@@ -304,5 +340,5 @@ def test_torch_tensors_without_memory_are_refused() -> None:
     freed.untyped_storage().resize_(0)
     with pytest.raises(BadRequest, match="a has no memory"):
         EnginePages.of_tensors({"a": freed})
-    with pytest.raises(BadRequest, match="a is no tensor"):
+    with pytest.raises(BadRequest, match="a is no tensor that can be used"):
         EnginePages.of_tensors({"a": torch.zeros((5, 4, 16)).to_sparse()})
