@@ -81,7 +81,9 @@ def _payload(field: int | str | bytes) -> tuple[bytes, bytes]:
             return b"b", field
         return b"i", struct.pack("<q", field)
     except (UnicodeEncodeError, struct.error) as error:
-        raise bad_value(f"{field!r} cannot enter a key: {error}", "use UTF-8 text, bytes, 64-bit integers") from None
+        why = error if isinstance(field, (str, int)) else f"it is a {type(field).__name__}"
+        fix = "use UTF-8 text, bytes, 64-bit integers; leave lora or salt out where there is none"
+        raise bad_value(f"{field!r} cannot enter a key: {why}", fix) from None
 
 
 def namespace_root(

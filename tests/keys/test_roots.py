@@ -103,3 +103,10 @@ def test_chain_root_refuses_a_namespace_of_another_length(namespace: bytes) -> N
 
 def _keys(chain: KeyChain) -> frozenset[bytes]:
     return frozenset(chain.key_range(block, block + 1) for block in range(chain.block_count))
+
+
+@pytest.mark.parametrize("names", [{"lora": None}, {"salt": None}, {"lora": 1.5}])
+def test_name_that_is_no_text_is_refused_with_what_to_do(names: dict[str, Any]) -> None:
+    """None is no adapter and no salt: the error says to leave it out, and of what type the value is."""
+    with pytest.raises(BadRequest, match=r"cannot enter a key: it is a (NoneType|float) .*leave lora or salt out"):
+        KeyChain(bytes(32), 16, **names)
