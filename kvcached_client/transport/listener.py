@@ -165,12 +165,12 @@ def silent(path: str, deadline_ms: int) -> DaemonUnreachable:
         return error
     except RequestError:
         listener = None
-    return _silence(listener, path, f"accepted no request for {deadline_ms} ms")
+    return _silence(listener, f"listens at {path}, but accepted no request for {deadline_ms} ms:")
 
 
 def unanswered(path: str, connection: socket.socket, deadline_ms: int) -> DaemonUnreachable:
     """The error for a connection on which the listener does not reply, or that it does not take."""
-    return _silence(listener_of(connection), path, f"did not reply within {deadline_ms} ms")
+    return _silence(listener_of(connection), f"listens at {path}, but did not reply within {deadline_ms} ms:")
 
 
 def not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | RequestError:
@@ -189,12 +189,12 @@ def not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | Reques
     return DaemonUnreachable(f"{path}: {error.strerror}; run this as the daemon's user")
 
 
-def _silence(listener: Listener | None, path: str, what: str) -> DaemonSilent:
+def _silence(listener: Listener | None, what: str) -> DaemonSilent:
     who = f"process {listener.pid}" if listener is not None and listener.pid else "a process"
     why = "it hangs or is overloaded; see its log, or restart it"
     if listener is not None and _is_stopped(listener.pid):
         why = f"it is stopped (SIGSTOP, or a debugger); continue it with kill -CONT {listener.pid}"
-    return DaemonSilent(f"{who} listens at {path}, but {what}: {why}")
+    return DaemonSilent(f"{who} {what} {why}")
 
 
 def _others(what: str, user: int) -> RequestError:
