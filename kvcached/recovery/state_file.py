@@ -7,7 +7,6 @@ reboot: a ledger of another boot is ignored. It does not list blocks; headers do
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -233,9 +232,18 @@ class LedgerFile:
         failpoint("daemon.ledger.written")
 
     def remove(self) -> None:
-        """Remove the ledger, because there is nothing to take over any more. Does nothing without a ledger."""
-        with contextlib.suppress(FileNotFoundError):
+        """Remove the ledger, or what is in it, because there is nothing to take over any more.
+
+        Raises:
+            OSError: neither was possible, as on a file system that may only be read by now.
+        """
+        try:
             os.unlink(self._name, dir_fd=self._directory)
+        except FileNotFoundError:
+            return
+        except OSError:  # as in a directory that this user may not write any more: an empty ledger is none, too
+            flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            os.close(os.open(self._name, flags, dir_fd=self._directory))
 
 
 def read_ledger(path: Path) -> Ledger | None:

@@ -142,8 +142,8 @@ class Service:
         self._engine_pools = engine_pools or EnginePools(0)
         self.clears = Clears(
             cache, self._replicas, self._pending, self.state_writer.recorder,
-            own_session=self._offload.own_session, carry_out=self.carry_out, cleared=self._engine_pools.cleared,
-            in_device_memory=self._engine_pools.namespaces,
+            own_session=self._offload.own_session, carry_out=self.carry_out, check=self.state_writer.check_clear,
+            cleared=self._engine_pools.cleared, in_device_memory=self._engine_pools.namespaces,
         )  # fmt: skip
         self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self.clears, now_ms)
         self._sleeps = SleepVerbs(

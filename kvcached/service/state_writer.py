@@ -46,6 +46,7 @@ from kvcached.service.pending import Later
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EarlierName, EngineGroup, EngineGroups, Peer
 from kvcached_client.blocks.host_layout import HostGeometry
+from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.engine import HealthPart
 
 #: No version of the state.
@@ -95,6 +96,7 @@ class StateWriter:
     Attributes:
         recorder: of generations.
         trouble: why the ledger cannot be written; empty while it can.
+        is_outdated: nor can it be removed, so that the next daemon would believe an earlier state.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class StateWriter:
         self._state_place = state_place
         self.recorder = Recorder(cache.generations, later)
         self.trouble = ""
+        self.is_outdated = False
         self._written = _NOTHING
 
     def heard(self, event: Event) -> None:
@@ -145,8 +148,21 @@ class StateWriter:
         else:
             if self.trouble:
                 _log.info("the ledger is written again")
-            self.trouble = ""
+            self.trouble, self.is_outdated = "", False
         self._written = version
+
+    def check_clear(self) -> None:
+        """See that no later daemon can bring back what was cleared.
+
+        Raises:
+            RequestError: one could, because the ledger is outdated and stays.
+        """
+        if self.is_outdated:
+            raise request_error(
+                ErrorCode.INTERNAL,
+                f"the namespace is cleared, but a crash of the daemon would bring its blocks back: {self.trouble}",
+                "see that the run directory can be written, and clear it again",
+            )
 
     def _fail(self, state_place: StatePlace, error: OSError) -> None:
         """Remove the ledger, which is outdated. What is wrong is logged once, not for each attempt."""
@@ -156,6 +172,7 @@ class StateWriter:
         except OSError as also:
             left = also.strerror or str(also)
             trouble += f". The outdated one cannot be removed: {left}; {_STOP_FIRST}"
+        self.is_outdated = bool(left)
         if trouble == self.trouble:
             return
         self.trouble = trouble

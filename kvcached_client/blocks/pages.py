@@ -12,14 +12,14 @@ per layer.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, Self, TypeGuard
 
 import msgspec
-import numpy as np
 
 from kvcached_client.blocks.overlaps import check_apart, without_contained
 from kvcached_client.errors import RequestError, bad_value
@@ -282,7 +282,7 @@ class _View(NamedTuple):
 
 def _view(name: str, tensor: Tensor | CudaTensor | npt.NDArray[Any]) -> _View:
     try:
-        if isinstance(tensor, np.ndarray):
+        if _is_array(tensor):
             view = _array_view(tensor)
         else:
             view = _interface_view(tensor) if _has_interface_only(tensor) else _tensor_view(tensor)
@@ -305,6 +305,11 @@ def _has_interface_only(tensor: Any) -> bool:  # noqa: ANN401 - whatever a calle
 def _tensor_view(tensor: Any) -> _View:  # noqa: ANN401 - checked by what it has
     place, elements = (tensor.data_ptr(), list(tensor.shape), list(tensor.stride())), tensor.element_size()
     return _View(tensor.device.type, *place, elements, str(tensor.dtype))
+
+
+def _is_array(tensor: object) -> TypeGuard[npt.NDArray[Any]]:
+    numpy = sys.modules.get("numpy")  # which whoever has an array has imported
+    return numpy is not None and isinstance(tensor, numpy.ndarray)
 
 
 def _array_view(array: npt.NDArray[Any]) -> _View:

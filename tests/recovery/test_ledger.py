@@ -267,6 +267,22 @@ def test_removed_ledger_is_gone(path: Path) -> None:
     assert not path.exists()
 
 
+def test_ledger_that_cannot_be_removed_is_emptied(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory that takes no changes any more, as for another user, the ledger is left empty: the start is cold."""
+    file = LedgerFile(path)
+    file.write(LEDGER)
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
+        file.remove()
+
+    assert path.stat().st_size == 0
+    assert read_ledger(path) is None
+
+
 def test_process_is_found_by_pid_and_start() -> None:
     """A living process with the pid and the start time that were written down is opened."""
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from hashlib import sha256
@@ -316,8 +317,7 @@ def test_ledger_that_cannot_be_removed_either_stops_nobody(
 
     monkeypatch.setattr(LedgerFile, "write", fail)
     monkeypatch.setattr(LedgerFile, "remove", fail)
-    office.attach(process(1))
-    office.expect(wire.Cleared, wire.Clear(id=office.next_id(), epoch=EPOCH))
+    office.store_blocks(office.attach(process(1)), 2)
     assert "delete it before the next start" in caplog.text
 
 
@@ -328,3 +328,29 @@ def test_end_of_a_session_is_written_down(office: OffloadOffice, path: Path) -> 
     after = read_ledger(path)
     assert after is not None
     assert after.sessions == ()
+
+
+def test_clear_is_refused_while_an_outdated_ledger_stays(
+    office: OffloadOffice, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the ledger can be neither written nor removed, a clear is an error: a crash would bring the blocks back."""
+    welcome, _ = ledger_at_reply(office, path, office.hello_offload(process(1)))
+    office.store_blocks(welcome, 2)
+
+    def clear() -> wire.NamespaceCleared | wire.ErrorReply:
+        ((header, _),) = office.ask_late(wire.ClearNamespace(id=office.next_id(), target="tiny"), peer=b"admin")
+        assert isinstance(header, wire.NamespaceCleared | wire.ErrorReply)
+        return header
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LedgerFile, "write", fail)
+        patch.setattr(LedgerFile, "remove", fail)
+        refused = clear()
+        assert isinstance(refused, wire.ErrorReply)
+        assert "a crash of the daemon would bring its blocks back" in refused.message
+
+    office.service.on_event(Ticked(office.now_ms))
+    assert isinstance(clear(), wire.NamespaceCleared)

@@ -85,6 +85,7 @@ class Clears:
         recorder: of generations: what it has not written yet is not told.
         own_session: the session in offload mode that a connection owns, in an epoch of the host pool.
         carry_out: does what the core asks for.
+        check: raises where a later daemon could bring back what is cleared.
         cleared: told which roots of namespaces of engines in offload mode are cleared.
         in_device_memory: the roots of the namespaces that have blocks in device memory that is kept for engines.
     """
@@ -98,6 +99,7 @@ class Clears:
         *,
         own_session: Callable[[bytes, int], SessionId],
         carry_out: Callable[[], None],
+        check: Callable[[], None],
         cleared: Callable[[Callable[[bytes], bool]], None],
         in_device_memory: Callable[[], Collection[bytes]],
     ) -> None:
@@ -108,6 +110,7 @@ class Clears:
         self._replicas = replicas
         self._pending = pending
         self._own_session = own_session
+        self._check = check
         self._cleared = cleared
         self._in_device_memory = in_device_memory
         self._under_way: list[_Clear] = []
@@ -370,6 +373,7 @@ class Clears:
             answer = clear.told_to(request)
             if answer is None or not self._recorder.check(clear.version):
                 return None
+            self._check()
             failpoint("daemon.renewed")
             return answer
 
