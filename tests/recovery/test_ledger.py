@@ -268,7 +268,7 @@ def test_removed_ledger_is_gone(path: Path) -> None:
 
 
 def test_ledger_that_cannot_be_removed_is_emptied(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a directory that takes no changes any more, as for another user, the ledger is left empty: the start is cold."""
+    """In a directory that takes no changes any more, the ledger is left empty, and the next start is cold."""
     file = LedgerFile(path)
     file.write(LEDGER)
 
