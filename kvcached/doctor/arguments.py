@@ -22,12 +22,10 @@ def read_arguments(arguments: Sequence[str], short: Mapping[str, str]) -> tuple[
     words: list[str] = []
     name = ""
     for argument in arguments:
-        dashed = argument.startswith("--") or argument in short
-        if dashed:
-            head, equals, value = argument.partition("=")
-            name = short.get(head) or head.removeprefix("--")
-            key, dot, rest = name.partition(".")
-            name = key.replace("_", "-") + dot + rest
+        head, equals, value = argument.partition("=")
+        key, dot, rest = head.partition(".")
+        if argument.startswith("--") or key in short:
+            name = (short.get(key) or key.removeprefix("--").replace("_", "-")) + dot + rest
             options[name] = value
             name = "" if equals else name
         elif name:

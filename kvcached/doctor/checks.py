@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from kvcached.doctor import sglang_flags, sglang_layout
-from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_layout, check_model, parse
+from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_model, parse
+from kvcached.doctor.vllm_layout import check_layout
 from kvcached_client.admin import Admin
 from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
 from kvcached_client.errors import KvcachedError

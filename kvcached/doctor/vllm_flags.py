@@ -6,15 +6,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from kvcached.doctor.arguments import nested, read_arguments
 from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_config
-from kvcached_client.blocks.host_layout import slots_per_slab, smallest_slab
-from kvcached_client.blocks.layout import DType, Layout, layout_from_model_config
 from kvcached_client.doctor.checks import Finding
-from kvcached_client.errors import RequestError
-from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.vllm.keys import PICKLED_ALGORITHMS, SECRET_SEED_ALGORITHMS
 from kvcached_client.vllm.settings import read_settings
 
@@ -35,19 +31,44 @@ _ALSO: Final = {"kv_connector": HYBRID_CONNECTOR, "kv_role": "kv_consumer"}
 DEFAULT_ALGORITHM: Final = "sha256"
 #: vLLM's attention on a CPU refuses others.
 _BLOCK_SIZE_UNIT: Final = 32
-#: What vLLM takes where none is named, on CPUs and on CUDA devices.
-_DEFAULT_BLOCK_SIZE: Final = 128
-_DEFAULT_BLOCK_SIZE_ON_CUDA: Final = 16
 _SINGLE: Final = ("decode-context-parallel-size", "prefill-context-parallel-size", "nnodes")
-_LAYERS: Final = "num_hidden_layers"
-_SHORT: Final = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size"}
+#: vLLM's options with one dash, of 0.32 and 0.33.
+_SHORT: Final = {
+    "-ac": "attention-config",
+    "-cc": "compilation-config",
+    "-dc": "diffusion-config",
+    "-dcp": "decode-context-parallel-size",
+    "-dp": "data-parallel-size",
+    "-dpa": "data-parallel-address",
+    "-dpb": "data-parallel-backend",
+    "-dpe": "data-parallel-external-lb",
+    "-dph": "data-parallel-hybrid-lb",
+    "-dpl": "data-parallel-size-local",
+    "-dpm": "data-parallel-multi-port-external-lb",
+    "-dpn": "data-parallel-rank",
+    "-dpp": "data-parallel-rpc-port",
+    "-dpr": "data-parallel-start-rank",
+    "-ep": "enable-expert-parallel",
+    "-n": "nnodes",
+    "-pcp": "prefill-context-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-q": "quantization",
+    "-r": "node-rank",
+    "-sc": "speculative-config",
+    "-tp": "tensor-parallel-size",
+}
 _TRANSFER: Final = "kv-transfer-config"
 _CHECK: Final = "vllm flags"
 _MODEL: Final = "model"
 #: `layer_types` whose blocks vLLM keeps in one group.
-_ATTENTION_LAYERS: Final = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION_LAYERS: Final = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 #: Those that keep states.
 _STATE_LAYERS: Final = {"conv", "linear_attention", "mamba", "mamba2"}
+#: Architectures with attention to the whole prompt (Prefix LM).
+_LOOKING_AHEAD: Final = {"HrmTextForCausalLM"}
+#: Pooling that takes all tokens of a prompt in one pass, so that vLLM takes no part of it from a cache.
+_WHOLE_PROMPT_POOLING: Final = {"MEAN", "CLS", "STEP"}
+_POOLER: Final = "pooler-config"
 #: Flags with which the connector refuses states.
 _WITHOUT_STATES: Final = ("no-enable-prefix-caching", "speculative-config")
 #: Models with some layers of full attention whose older configurations do not say which.
@@ -76,6 +97,10 @@ class VllmFlags:
         """Whether the connector that they name takes models with states, or whose layers all have sliding windows."""
         return any(HYBRID_CONNECTOR in value for name, value in self.options.items() if name.startswith(_TRANSFER))
 
+    def has(self, name: str) -> bool:
+        """Whether an option is there, or fields of it behind dots."""
+        return any(option.partition(".")[0] == name for option in self.options)
+
     @property
     def model(self) -> str:
         """Name or path of the model; "" where none is named."""
@@ -101,7 +126,7 @@ def check_flags(
     """
     sizes = _block_size(flags) if not on_cuda else _sleep_mode(flags)
     found = [*_transfer_config(flags, run_dir, on_cuda=on_cuda), *_hashing(flags, environment), *sizes]
-    found += [*_single(flags), *_policy(flags)]
+    found += [*_single(flags), *_policy(flags), *_pooling(flags)]
     yield from found
     if not any(finding.level == "fail" for finding in found):
         yield Finding(_CHECK, "ok", "nothing in vLLM's arguments keeps it from using kvcached")
@@ -170,7 +195,7 @@ def _device_memory(flags: VllmFlags, *, on_cuda: bool) -> Iterator[Finding]:
     """What keeps vLLM's KV cache from being in memory of the daemon, or from being found there again."""
     refusing = ("no-enable-prefix-caching", "speculative-config", *(("enable-sleep-mode",) if on_cuda else ()))
     for name in refusing:
-        if name in flags.options:
+        if flags.has(name):
             text = f'--{name}: the connector refuses it beside "device_memory": "daemon"'
             yield Finding(_CHECK, "fail", text, f'leave out --{name}, or "device_memory"')
     if not {"kv-cache-memory-bytes", "kv-cache-memory"} & set(flags.options):
@@ -241,6 +266,18 @@ def _policy(flags: VllmFlags) -> Iterator[Finding]:
         yield Finding(_CHECK, "fail", told, "leave it out, or add --no-enable-prefix-caching")
 
 
+def _pooling(flags: VllmFlags) -> Iterator[Finding]:
+    try:
+        config = nested(flags.options, _POOLER) or json.loads(flags.options.get(_POOLER) or "{}")
+    except ValueError:
+        return  # vLLM says so
+    for name in ("seq_pooling_type", "tok_pooling_type"):
+        kind = config.get(name) if isinstance(config, dict) else None
+        if kind in _WHOLE_PROMPT_POOLING:
+            told = f"--{_POOLER}: {name} {kind} takes all tokens of a prompt in one pass, and the connector refuses it"
+            yield Finding(_CHECK, "fail", told, "pool by LAST, or use no kvcached")
+
+
 def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Iterator[Finding]:
     """Whether vLLM and the connector take a model's kinds of layers; nothing where its configuration is not here.
 
@@ -250,9 +287,13 @@ def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Itera
         on_cuda: as for `check_flags`.
     """
     try:
-        text = text_config(read_config(model))
+        config = read_config(model)
     except (OSError, ValueError):
         return
+    text = text_config(config)
+    for architecture in _LOOKING_AHEAD.intersection(map(str, config.get("architectures") or ())):
+        words = f"{architecture} attends to the whole prompt (Prefix LM), so that blocks depend on what follows them"
+        yield Finding(_MODEL, "fail", f"{words}, and the connector refuses it", "use another model, or no kvcached")
     if text.get("kv_lora_rank") and not on_cuda:
         yield Finding(
             _MODEL,
@@ -261,7 +302,7 @@ def check_model(model: str, flags: VllmFlags, *, on_cuda: bool = False) -> Itera
             "blocks on the CPU, and the connector refuses it",
             "use another model, or no kvcached",
         )
-    others = set(text.get("layer_types") or ()) - _ATTENTION_LAYERS
+    others = set(text.get("layer_types") or ()) - ATTENTION_LAYERS
     if others or any(name in text for name in STATE_SPACE_FIELDS):
         yield from _check_states(text, others, flags)
         return
@@ -281,7 +322,7 @@ def _check_states(text: Mapping[str, Any], others: set[str], flags: VllmFlags) -
     """Whether the connector takes a model with layers that are not attention."""
     named = ", ".join(sorted(others)) or "state space"
     kinds = set(text.get("layer_types") or ())
-    has_attention = bool(kinds & _ATTENTION_LAYERS) if kinds else "num_attention_heads" in text
+    has_attention = bool(kinds & ATTENTION_LAYERS) if kinds else "num_attention_heads" in text
     if others - _STATE_LAYERS or not has_attention:
         fix = "use another model, or no kvcached"
         words = f"the model has layers that are not attention ({named})"
@@ -291,7 +332,7 @@ def _check_states(text: Mapping[str, Any], others: set[str], flags: VllmFlags) -
         words = f"the model has layers with states ({named}), which the connector does not support"
         yield Finding(_MODEL, "fail", words, f"name the connector {HYBRID_CONNECTOR}")
     for name in _WITHOUT_STATES:
-        if name in flags.options:
+        if flags.has(name):
             words = f"--{name}: the connector refuses it for a model with states ({named})"
             yield Finding(_MODEL, "fail", words, f"leave out --{name}")
 
@@ -307,78 +348,3 @@ def _only_window(text: Mapping[str, Any]) -> int:
         text.get("model_type") in _MIXED_MODELS or "sliding_window_pattern" in text or "max_window_layers" in text
     )
     return 0 if is_mixed else window
-
-
-def check_layout(model: str, flags: VllmFlags, offered: OffloadInfo, *, on_cuda: bool = False) -> Iterator[Finding]:
-    """Whether a slab of the host pool holds a block of the model.
-
-    Args:
-        model: folder of a model, or its config.json; a name of the hub is not looked up.
-        flags: vLLM's arguments, for the sizes in them.
-        offered: what the daemon has.
-        on_cuda: as for `check_flags`.
-    """
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        text = f"{model} is neither a folder nor a config.json here: blocks are not compared with the slabs"
-        yield Finding("layout", "warn", text, "name the folder of the model: --model DIR")
-        return
-    try:
-        by_default = _DEFAULT_BLOCK_SIZE_ON_CUDA if on_cuda else _DEFAULT_BLOCK_SIZE
-        block_size = int(flags.options.get("block-size") or by_default)
-        ranks = int(flags.options.get("tensor-parallel-size") or 1)
-        stages = int(flags.options.get("pipeline-parallel-size") or 1)
-        config = read_config(model)
-        of_stage = _as_one_group(config)
-        layers = of_stage.get(_LAYERS) if stages > 1 else 0
-        if layers:
-            of_stage[_LAYERS] = layers // stages
-        layout = layout_from_model_config(of_stage, block_size=block_size, shards=ranks, kv_dtype=_dtype(flags, config))
-    except (RequestError, ValueError, OSError, AttributeError) as error:
-        yield Finding(
-            "layout",
-            "warn",
-            f"{path} does not tell the size of a block: {error}",
-            "compare it by hand: docs/configuration.md",
-        )
-        return
-    if layers and layers % stages:
-        told = f"{stages} pipeline stages have unlike parts of {layers} layers"
-        yield Finding("layout", "fail", told, "choose a --pipeline-parallel-size that divides the layers")
-        return
-    yield _compared(layout, ranks * stages, layout.host_parts if stages == 1 else ranks * stages, offered.slab_bytes)
-
-
-def _compared(layout: Layout, shards: int, parts: int, slab_bytes: int) -> Finding:
-    """Whether a slab has room for the parts of a block, of which shards have one each, or all the same one."""
-    size = layout.bytes_per_block()
-    slots = slots_per_slab(slab_bytes, size, parts)
-    alike = ", and is held once for all" if parts < shards else ""
-    words = f"a block of {layout.block_size} tokens takes {size} bytes on each of {shards} shards{alike}"
-    if slots:
-        return Finding("layout", "ok", f"{words}; {slots} of them in a slab of {slab_bytes} bytes")
-    fix = f"set slab_bytes in the daemon's [host] table to {smallest_slab(size, parts)} or more"
-    return Finding("layout", "fail", f"{words}: a slab of {slab_bytes} bytes holds none", fix)
-
-
-def _as_one_group(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as vLLM takes it for the connector: layers with windows keep blocks as all others."""
-    dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name)}
-    kept = {name: value for name, value in {**dtypes, **text_config(config)}.items() if name != "layer_types"}
-    kinds = set(text_config(config).get("layer_types") or ())
-    return kept if kinds <= _ATTENTION_LAYERS else dict(config)
-
-
-def _dtype(flags: VllmFlags, config: Mapping[str, Any]) -> DType | None:
-    """Element type of the cache; None for that of the model. By itself vLLM takes bfloat16 for models in float32."""
-    named = {"half": "float16", "float": "float32", "fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-    for option in ("kv-cache-dtype", "dtype"):
-        value = flags.options.get(option, "auto")
-        value = named.get(value, value)
-        for dtype in get_args(DType):
-            if value == dtype:
-                return dtype  # type: ignore[no-any-return]
-    text = text_config(config)
-    named_by_model = [each[name] for each in (text, config) for name in ("dtype", "torch_dtype") if each.get(name)]
-    return "bfloat16" if named_by_model[:1] in ([], ["float32"]) else None

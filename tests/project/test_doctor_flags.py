@@ -13,10 +13,10 @@ from kvcached.doctor.vllm_flags import (
     TRANSFER_CONFIG,
     VllmFlags,
     check_flags,
-    check_layout,
     check_model,
     parse,
 )
+from kvcached.doctor.vllm_layout import check_layout
 from kvcached_client.doctor.checks import HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
 from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.types import Verify
@@ -60,6 +60,12 @@ def test_engine_that_only_loads_is_as_good() -> None:
         (
             ["--kv_transfer_config", "{}", "-tp", "2"],
             VllmFlags({"kv-transfer-config": "{}", "tensor-parallel-size": "2"}),
+        ),
+        (
+            ["-q", "awq", "m", "-n=2", "-sc.draft_tensor_parallel_size", "1"],
+            VllmFlags(
+                {"quantization": "awq", "nnodes": "2", "speculative-config.draft_tensor_parallel_size": "1"}, ["m"]
+            ),
         ),
         (["--kv_transfer_config.kv_role=kv_both"], VllmFlags({"kv-transfer-config.kv_role": "kv_both"})),
     ],
@@ -111,6 +117,11 @@ def test_good_arguments_have_no_problem() -> None:
         ([*GOOD, "--block-size", "16"], "multiples of 32", "--block-size 32"),
         ([*GOOD, "--scheduling-policy", "priority"], "has not computed", "--no-enable-prefix-caching"),
         ([*GOOD, "--nnodes", "2"], "--nnodes 2 is not supported", "leave out"),
+        ([*GOOD, "-n", "2"], "--nnodes 2 is not supported", "leave out"),
+        ([*GOOD, "-dcp", "2"], "--decode-context-parallel-size 2 is not supported", "leave out"),
+        ([*GOOD, "-pcp=2"], "--prefill-context-parallel-size 2 is not supported", "leave out"),
+        ([*GOOD, "--pooler-config", '{"seq_pooling_type": "MEAN"}'], "seq_pooling_type MEAN takes all", "LAST"),
+        ([*GOOD, "--pooler-config.tok_pooling_type", "STEP"], "tok_pooling_type STEP takes all", "LAST"),
         ([*GOOD[:-1], "xxhash_cbor"], "begin with a random number", "sha256_cbor"),
     ],
 )
@@ -293,6 +304,7 @@ def model_problems(folder: Path, *arguments: str, **fields: object) -> list[Find
             {"layer_types": ["linear_attention", "full_attention"]},
             "with states (linear_attention), which the connector",
         ),
+        ({"architectures": ["HrmTextForCausalLM"]}, "HrmTextForCausalLM attends to the whole prompt"),
         ({"mamba_d_state": 64}, "with states (state space), which the connector"),
         ({"layer_types": ["linear_attention"] * 2}, "none with attention"),
         ({"layer_types": ["hyena", "full_attention"]}, "not attention (hyena)"),
@@ -323,11 +335,18 @@ def test_hybrid_connector_takes_states(tmp_path: Path, fields: dict[str, object]
     assert model_problems(tmp_path, *changed(kv_connector=HYBRID_CONNECTOR), **fields) == []
 
 
-@pytest.mark.parametrize("flags", [["--no-enable-prefix-caching"], ["--speculative-config", "{}"]])
-def test_states_are_refused_with_some_flags(tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "left_out"),
+    [
+        (["--no-enable-prefix-caching"], "--no-enable-prefix-caching"),
+        (["--speculative-config", "{}"], "--speculative-config"),
+        (["-sc.method", "ngram"], "--speculative-config"),
+    ],
+)
+def test_states_are_refused_with_some_flags(tmp_path: Path, flags: list[str], left_out: str) -> None:
     """Without prefix caching vLLM keeps no states, and speculative decoding is refused with several groups."""
     (finding,) = model_problems(tmp_path, *changed(kv_connector=HYBRID_CONNECTOR), *flags, **STATES)
-    assert (finding.level, finding.fix) == ("fail", f"leave out {flags[0]}")
+    assert (finding.level, finding.fix) == ("fail", f"leave out {left_out}")
 
 
 @pytest.mark.parametrize(
@@ -407,6 +426,8 @@ SIZES = ["--kv-cache-memory-bytes=1G", "--gpu-memory-utilization=0.3"]
         ([*SIZES, "--enable-sleep-mode"], True, "fail", "--enable-sleep-mode: the connector refuses it beside"),
         ([*SIZES, "--no-enable-prefix-caching"], False, "fail", "--no-enable-prefix-caching: the connector refuses"),
         ([*SIZES, "--speculative-config", "{}"], True, "fail", "--speculative-config: the connector refuses"),
+        ([*SIZES, "-sc", "{}"], True, "fail", "--speculative-config: the connector refuses"),
+        ([*SIZES, "--speculative-config.method=ngram"], True, "fail", "--speculative-config: the connector refuses"),
     ],
 )
 def test_memory_of_the_daemon_that_would_be_of_no_use(more: list[str], on_cuda: bool, level: str, words: str) -> None:
