@@ -35,7 +35,7 @@ from kvcached_client.vllm.daemon.connect import common_layout, connect_as, log, 
 from kvcached_client.vllm.daemon.thread import DaemonThread
 from kvcached_client.vllm.device_memory import RankMemory, own_device, pool_question
 from kvcached_client.vllm.device_table import DeviceTable, Engine, KnownIdentity, open_table
-from kvcached_client.vllm.groups import canonical_of, check_groups, described, keeps_all_blocks, tensors_of
+from kvcached_client.vllm.groups import canonical_of, check_groups, described, keeps_all_blocks, looks_ahead, tensors_of
 from kvcached_client.vllm.identity import EngineDescription
 from kvcached_client.vllm.messages import KvcachedOrders, KvcachedPages, KvcachedReport
 from kvcached_client.vllm.metrics import (
@@ -92,6 +92,7 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
             vllm_config,
             kv_cache_config,
             keeps_all_blocks=keeps_all,
+            looks_ahead=looks_ahead(specs),
             takes_groups=self._takes_groups,
             tells_of_sleep=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
         )

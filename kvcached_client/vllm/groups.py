@@ -41,6 +41,11 @@ def keeps_all_blocks(spec: VllmObject, max_model_len: int) -> bool:
     )
 
 
+def looks_ahead(specs: Sequence[VllmObject]) -> bool:
+    """Whether some layers of these groups attend to tokens behind a block's end, so that it depends on these."""
+    return any(getattr(layer, "non_causal", False) for spec in specs for layer in iter_layer_specs(spec))
+
+
 def has_states(spec: VllmObject) -> bool:
     """Whether the layers of a group keep states: of all tokens so far, instead of each."""
     return all(isinstance(layer, MambaSpec) for layer in iter_layer_specs(spec))

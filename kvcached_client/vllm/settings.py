@@ -134,6 +134,7 @@ def check_config(
     cache: KvCacheConfig,
     *,
     keeps_all_blocks: bool,
+    looks_ahead: bool = False,
     takes_groups: bool = False,
     tells_of_sleep: bool = False,
 ) -> None:
@@ -143,6 +144,7 @@ def check_config(
         config: vLLM's configuration.
         cache: vLLM's groups of layers.
         keeps_all_blocks: whether there is one group of layers, of which vLLM keeps all blocks of a request.
+        looks_ahead: whether some layers attend to tokens behind a block's end.
         takes_groups: whether the connector takes other groups, too.
         tells_of_sleep: whether vLLM tells workers before it takes away the memory of its KV cache to sleep.
 
@@ -182,6 +184,10 @@ def check_config(
         "vLLM takes blocks of a request that it preempts in the step that was to compute them for computed: set "
         "--scheduling-policy fcfs, or --no-enable-prefix-caching": config.scheduler_config.policy == "priority"
         and config.cache_config.enable_prefix_caching,
+        "layers of this model attend to tokens behind them, as a Prefix LM's do, so that a block depends on the whole "
+        "prompt: use no kvcached": looks_ahead,
+        "vLLM says that no part of this model's prompts may come from a cache: MEAN, CLS and STEP pooling take all "
+        "tokens of a prompt in one pass. Pool by LAST, or use no kvcached": not model.is_prefix_caching_supported,
         "a diffusion model computes blocks again after they are full: use no kvcached": model.is_diffusion,
         "vLLM counts pictures instead of hashing them, so that blocks of another picture have the same keys: leave "
         "out --no-enable-prefix-caching, or --mm-processor-cache-gb 0": _counts_media(config),

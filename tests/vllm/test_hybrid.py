@@ -128,25 +128,33 @@ def test_hits_after_restarts_come_to_what_vllm_computes(
         daemon.until_idle()
 
 
-#: Asks of kinds of layers whether vLLM keeps all blocks of a prompt for them.
+#: Asks of kinds of layers whether vLLM keeps all blocks of a prompt for them, and whether they attend to what follows.
 CHECKS = """
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SlidingWindowSpec
-from kvcached_client.vllm.groups import keeps_all_blocks
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec, MLAAttentionSpec, RSWASpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+)
+from kvcached_client.vllm.groups import keeps_all_blocks, looks_ahead
 
 shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
 whole = [FullAttentionSpec(**shape), MLAAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=4096)]
 parts = [RSWASpec(**shape, rswa_window=32), SlidingWindowSpec(**shape, sliding_window=64)]
 print([keeps_all_blocks(spec, 4096) for spec in [*whole, *parts]])
+ahead = FullAttentionSpec(**shape, non_causal=True)
+mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"one": whole[0], "other": ahead})
+print([looks_ahead(specs) for specs in [whole, parts, [*whole, ahead], [mixed]]])
 """
 
 
-def test_attention_to_parts_of_a_prompt_keeps_no_whole_prompts() -> None:
-    """Windows that slide while a request runs leave blocks behind, also where vLLM calls them full attention."""
+def test_what_layers_attend_to() -> None:
+    """Windows that slide while a request runs leave blocks behind, also where vLLM calls them full attention.
+
+    That a layer attends to tokens behind it is seen in any group, also in one whose layers differ.
+    """
     done = subprocess.run(
         [interpreter(), "-P", "-c", CHECKS], env=environment(None), capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[True, True, True, False, False]"
+    assert done.stdout.splitlines()[-2:] == ["[True, True, True, False, False]", "[False, False, True, True]"]
 
 
 def assert_same(answers: list[Answer], expected: list[Answer], *, is_exact: bool = True) -> None:

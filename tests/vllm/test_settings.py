@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,22 @@ class Settings(NamedTuple):
     parallel: Setting
     replicated: Setting  #: of a model whose K and V are the same on both shards
     refused: VllmServer
+    prefix_lm: VllmServer  #: of a model with attention to the whole prompt
+    pooling: VllmServer  #: of embeddings that are means over the whole prompt
+
+
+#: A Prefix LM, of which nothing is computed.
+PREFIX_LM = {
+    "architectures": ["HrmTextForCausalLM"],
+    "model_type": "hrm_text",
+    "dtype": "float32",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_layers_per_stack": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +82,18 @@ def settings(tmp_path_factory: pytest.TempPathFactory, models: Path, one_head_mo
         two_shards = "--tensor-parallel-size=2"
         few_blocks = ("--num-gpu-blocks-override=28", "--max-model-len=512", "--max-num-batched-tokens=96")
         policy = "kv_load_failure_policy"
+        (folder / "prefix-lm").mkdir()
+        (folder / "prefix-lm" / "config.json").write_text(json.dumps(PREFIX_LM))
+        made_up = ("--load-format=dummy", "--skip-tokenizer-init", "--max-model-len=512")
+        means = ("--runner=pooling", "--convert=embed", '--pooler-config={"seq_pooling_type": "MEAN"}')
         yield Settings(
             tight=Setting(server("tight", small.run_dir, *few_blocks), small),
             uncached=Setting(server("uncached", large.run_dir, "--no-enable-prefix-caching"), large),
             parallel=Setting(server("parallel", large.run_dir, two_shards), large),
             replicated=Setting(server("replicated", one_head.run_dir, two_shards, model=one_head_model), one_head),
             refused=server("refused", large.run_dir, connector={k: v for k, v in CONNECTOR.items() if k != policy}),
+            prefix_lm=server("prefix-lm", large.run_dir, *made_up, model=folder / "prefix-lm"),
+            pooling=server("pooling", large.run_dir, *means),
         )
 
 
@@ -167,3 +190,13 @@ def test_failing_requests_for_failed_loads_is_refused(settings: Settings) -> Non
     assert settings.refused.wait_until_ended() != 0
     assert "kv_load_failure_policy is 'fail'" in settings.refused.log()
     assert "set it to 'recompute'" in settings.refused.log()
+
+
+def test_prompts_of_which_no_part_can_be_cached_are_refused(settings: Settings) -> None:
+    """A model that attends to the whole prompt, or pools all of its tokens, would get wrong blocks, or end vLLM."""
+    for server, words in (
+        (settings.prefix_lm, "attend to tokens behind them"),
+        (settings.pooling, "no part of this model's prompts may come from a cache"),
+    ):
+        assert server.wait_until_ended() != 0
+        assert words in server.log()

@@ -19,6 +19,7 @@ def vllm_config(**changes: Any) -> Any:
         max_model_len=1024,
         use_mla=False,
         is_diffusion=False,
+        is_prefix_caching_supported=True,
         enable_sleep_mode=False,
         multimodal_config=None,
         get_total_num_kv_heads=lambda: 2,

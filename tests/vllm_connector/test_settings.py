@@ -120,6 +120,7 @@ def test_plain_configuration_is_taken() -> None:
         ({"parallel_config__nnodes": 2}, "run the engine on one node"),
         ({"model_config__use_mla": True}, "multi-head latent attention"),
         ({"model_config__is_diffusion": True}, "diffusion"),
+        ({"model_config__is_prefix_caching_supported": False}, "MEAN, CLS and STEP pooling"),
         ({"scheduler_config__policy": "priority"}, "--scheduling-policy fcfs, or --no-enable-prefix-caching"),
         ({"device_config__device_type": "xpu"}, "kvcached copies from and to CPUs and CUDA devices, not 'xpu'"),
         ({"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True}, "no --enable-sleep-mode"),
@@ -131,6 +132,20 @@ def test_configurations_that_are_refused(changes: dict[str, Any], words: str) ->
         check_config(vllm_config(**changes), cache_config(), keeps_all_blocks=True)
     assert words in str(refused.value)
     assert str(refused.value).count("\n- ") == 1
+
+
+@pytest.mark.parametrize("takes_groups", [False, True])
+def test_models_that_look_ahead_are_refused(takes_groups: bool) -> None:
+    """Both connectors refuse attention to tokens behind a block's end, whether vLLM keeps all blocks or not."""
+    for keeps_all_blocks in (True, takes_groups):
+        with pytest.raises(ValueError, match=r"as a Prefix LM's do, .*: use no kvcached"):
+            check_config(
+                vllm_config(),
+                cache_config(),
+                keeps_all_blocks=keeps_all_blocks,
+                looks_ahead=True,
+                takes_groups=takes_groups,
+            )
 
 
 def test_latent_attention_on_an_accelerator_is_not_refused_for_that() -> None:
