@@ -77,7 +77,7 @@ class _Pool:
     """Blocks whose users nobody counts."""
 
     def __init__(self) -> None:
-        self.blocks = range(1 << 20)
+        self.blocks: Sequence[Any] = range(1 << 20)
 
     def touch(self, blocks: Sequence[object]) -> None:
         """Nothing."""

@@ -89,13 +89,9 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         keeps_all = len(specs) == 1 and keeps_all_blocks(specs[0], vllm_config.model_config.max_model_len)
         self._is_grouped = self._takes_groups and not keeps_all
         check_config(
-            vllm_config,
-            kv_cache_config,
-            keeps_all_blocks=keeps_all,
-            looks_ahead=looks_ahead(specs),
-            takes_groups=self._takes_groups,
-            tells_of_sleep=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
-        )
+            vllm_config, kv_cache_config, keeps_all_blocks=keeps_all, looks_ahead=looks_ahead(specs),
+            takes_groups=self._takes_groups, tells_of_sleep=hasattr(KVConnectorBase_V1, "unregister_kv_caches"),
+        )  # fmt: skip
         if self._is_grouped:
             check_groups(specs)
         if self._settings.device_memory == "daemon":

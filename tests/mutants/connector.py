@@ -140,7 +140,7 @@ def changed_parameters_of_a_hook_unnoticed(patch: pytest.MonkeyPatch) -> None:
 )
 def load_of_another_connector_taken_for_computed(patch: pytest.MonkeyPatch) -> None:
     """A request that ends while another connector loads stores blocks that nobody has written."""
-    rewrite(patch, SchedulerSide.finished, "request.num_computed_tokens if tracked.full else 0", "10**6")
+    rewrite(patch, SchedulerSide.finished, "request.num_computed_tokens if has_begun else 0", "10**6")
 
 
 @caught_by("tests/vllm_connector/test_settings.py::test_states_and_heads_of_a_draft_are_each_ranks_own")

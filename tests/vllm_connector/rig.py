@@ -81,6 +81,7 @@ class FakeRequest:
 @dataclass(eq=False)
 class FakeBlock:
     block_id: int
+    block_hash: bytes | None = None
 
 
 class FakePool:

@@ -169,6 +169,7 @@ def test_stores_go_on_behind_the_hit() -> None:
     (seek,) = (each for each in rig.link.commands if isinstance(each, Seek))
     assert (seek.load, seek.branches) == (False, None)
     rig.found(3)
+    rig.idle()
     rig.side.loaded({"r"}, (), ())
     rig.tables["r"] += [104, 105]
     rig.compute(request, 2, {5: (301, 302)})

@@ -66,6 +66,10 @@ class Request(Protocol):
 class Block(Protocol):
     """A block of vLLM's pool."""
 
+    @property
+    def block_hash(self) -> bytes | None:
+        """Hash of its tokens and those before it, with the number of its group; None if it cannot be found."""
+
 
 class BlockPool(Protocol):
     """vLLM's pool of device blocks."""
@@ -87,10 +91,6 @@ class HashedBlock(Block, Protocol):
     @property
     def block_id(self) -> int:
         """Its number."""
-
-    @property
-    def block_hash(self) -> bytes | None:
-        """Hash of its tokens and those before it, with the number of its group; None if it cannot be found."""
 
     @property
     def block_hash_num_tokens(self) -> int | None:
@@ -231,7 +231,8 @@ class RequestState:
         offered: leading blocks that need no offer: they were offered, are in the hit, or were refused for now.
         recomputed_from: depth of the first block of the hit that could not be loaded and is computed instead; None
             after these blocks were offered again.
-        full: leading blocks that are computed, or will be at the end of this step.
+        trusted: leading blocks that are right whatever becomes of another connector's load; None = all.
+        full: leading blocks that are computed, or will be at the end of this step, and are trusted.
         due: leading blocks that are to be offered without waiting for more.
         group_keys: keys of the chain of the blocks of several groups; None = one group.
         block_ids: the request's blocks in vLLM's pool; with several groups, they are looked up instead.
@@ -259,6 +260,7 @@ class RequestState:
     depth: int = 0
     offered: int = 0
     recomputed_from: int | None = None
+    trusted: int | None = None
     full: int = 0
     due: int = 0
     group_keys: Sequence[bytes] | None = None

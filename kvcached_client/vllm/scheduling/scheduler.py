@@ -30,10 +30,10 @@ from kvcached_client.vllm.daemon.inbox import LinkPort
 from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreId
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.chains import Chains
+from kvcached_client.vllm.scheduling.foreign_loads import ForeignLoads
 from kvcached_client.vllm.scheduling.leases import Leases
 from kvcached_client.vllm.scheduling.loads import OrderedLoad, order_load
 from kvcached_client.vllm.scheduling.request_state import BlockPool, Request, RequestState, Step
-from kvcached_client.vllm.scheduling.states import completed_states
 from kvcached_client.vllm.scheduling.store_queue import StoreQueue
 from kvcached_client.vllm.scheduling.stores import Stores
 from kvcached_client.vllm.scheduling.waiting import Patience, PrefillMeter, prompt_tokens
@@ -94,6 +94,7 @@ class SchedulerSide:
         self._prefill = PrefillMeter()
         self._leases = Leases(link, chains, clock, self._prefill.rate, self.announcements)
         self._store_queue = StoreQueue(link, self._leases, Stores(pool, shards), chains)
+        self._foreign_loads = ForeignLoads(pool, chains)
         self._new_loads: list[LoadOrder] = []
         #: Loads in flight, by request.
         self._loading: dict[str, OrderedLoad] = {}
@@ -110,6 +111,7 @@ class SchedulerSide:
         """How many tokens can be loaded after those that vLLM has (None = unknown yet), and whether asynchronously."""
         self._take_events()
         tracked, chains = self._current(request), self._chains
+        self._foreign_loads.asked(request.request_id, computed_tokens)
         local, rest = chains.blocks_in(computed_tokens), computed_tokens % chains.unit_tokens
         usable = self._leases.usable(tracked)
         if rest or usable <= local or not tracked.may_load or request.skip_reading_prefix_cache:
@@ -155,7 +157,8 @@ class SchedulerSide:
             if (tracked := self._by_id.get(request_id)) is not None:
                 self._current(tracked.request)
         self._follow(step)
-        self._keep_states(step)
+        self._foreign_loads.begin_step()
+        self._store_queue.keep_states(step, self._by_id)
         self._prefill.begin(self._clock(), prompt_tokens(step, self._by_id))
         self._patience.begin_step(is_idle=not step.num_scheduled_tokens)
         loads, self._new_loads = tuple(self._new_loads), []
@@ -168,6 +171,7 @@ class SchedulerSide:
     def step_over(self) -> None:
         """Note that vLLM has processed the output of the oldest step in flight."""
         self._prefill.end(self._clock())
+        self._foreign_loads.step_over()
 
     def loaded(self, requests: Collection[str], failed: Collection[str], bad_blocks: Collection[int]) -> None:
         """Note loads that have ended on every worker.
@@ -178,14 +182,14 @@ class SchedulerSide:
             bad_blocks: blocks that were not loaded correctly; their loads may end later.
         """
         if bad_blocks:
+            self._foreign_loads.failed(bad_blocks)
             for under_way in self._loading.values():
                 under_way.note_bad(bad_blocks)
         for request_id in failed:
             if (loading := self._loading.get(request_id)) is not None:
                 loading.bad_from = loading.start
         for request_id in requests:
-            loading = self._loading.pop(request_id, None)
-            if loading is not None and loading.bad_from is not None:
+            if (loading := self._loading.pop(request_id, None)) is not None and loading.bad_from is not None:
                 self._link.submit(DropLoad(loading.session, loading.transfer))  # a worker may not have reported it
                 if (tracked := self._by_id.get(request_id)) is not None:
                     tracked.may_load = False
@@ -212,10 +216,10 @@ class SchedulerSide:
             self._await_offers(tracked)
         del self._by_id[request.request_id]
         self._leases.drop_load(tracked)
-        tracked.block_ids = list(block_ids)
+        has_begun, tracked.block_ids = bool(tracked.full or tracked.block_ids), list(block_ids)
         if tracked.wishes.share:
             # Before its first step, what counts for computed is a load in flight: of the hit, or another connector's.
-            tracked.full = tracked.due = self._full_blocks(tracked, request.num_computed_tokens if tracked.full else 0)
+            tracked.full = tracked.due = self._full_blocks(tracked, request.num_computed_tokens if has_begun else 0)
         tracked.is_finished = True
         self._store_queue.finish(tracked)
         return tracked.wishes.report()
@@ -310,7 +314,8 @@ class SchedulerSide:
 
         These are full blocks that have hashes; vLLM has no hashes for speculative tokens.
         """
-        full = min(self._chains.blocks_in(computed_tokens), len(tracked.chain))
+        trusted = len(tracked.chain) if tracked.trusted is None else min(tracked.trusted, len(tracked.chain))
+        full = min(self._chains.blocks_in(computed_tokens), trusted)
         if self._chains.is_grouped:
             return self._store_queue.keep(tracked, full)
         return min(full, len(tracked.block_ids))
@@ -321,6 +326,7 @@ class SchedulerSide:
         for new in step.scheduled_new_reqs:
             if (tracked := self._by_id.get(new.req_id)) is not None:
                 tracked.block_ids = chains.own_blocks(new.block_ids)
+                self._foreign_loads.scheduled(tracked, new.block_ids, new.num_computed_tokens)
                 self._fill(tracked, new.num_computed_tokens + scheduled[new.req_id])
         cached = step.scheduled_cached_reqs
         for request_id, added, computed in zip(
@@ -331,18 +337,12 @@ class SchedulerSide:
             if added is not None:
                 if request_id in cached.resumed_req_ids:
                     tracked.block_ids = chains.own_blocks(added)
+                    self._foreign_loads.scheduled(tracked, added, computed)
                 else:
                     tracked.block_ids += chains.own_blocks(added)
             end = computed + scheduled[request_id]
             if end >= (tracked.full // chains.unit_blocks + 1) * chains.unit_tokens:
                 self._fill(tracked, end)
-
-    def _keep_states(self, step: Step) -> None:
-        """Hold the states that this step completes, until they are stored."""
-        for request_id, units, block_ids in completed_states(step, self._chains):
-            tracked = self._by_id.get(request_id)
-            if tracked is not None and tracked.wishes.share and units > tracked.loaded_units:
-                self._store_queue.keep_state(tracked, units, block_ids)
 
     def _fill(self, tracked: RequestState, computed_tokens: int) -> None:
         if not tracked.wishes.share:

@@ -15,8 +15,8 @@ from kvcached_client.vllm.daemon.inbox import LinkPort
 from kvcached_client.vllm.orders import StoreId, StoreOrder, pack_keys
 from kvcached_client.vllm.scheduling.chains import Chains
 from kvcached_client.vllm.scheduling.leases import Leases
-from kvcached_client.vllm.scheduling.request_state import RequestState
-from kvcached_client.vllm.scheduling.states import WaitingStates
+from kvcached_client.vllm.scheduling.request_state import RequestState, Step
+from kvcached_client.vllm.scheduling.states import WaitingStates, completed_states
 from kvcached_client.vllm.scheduling.stores import PendingStore, Stores
 
 #: Stores that hold blocks at once. Further offers wait while their requests live.
@@ -119,6 +119,13 @@ class StoreQueue:
         for state in self._states.take_of(tracked):
             self.skipped_blocks += len(state.parting)
             self.drop_kept(state)
+
+    def keep_states(self, step: Step, by_id: Mapping[str, RequestState]) -> None:
+        """Hold the states that this step completes, until they are stored."""
+        for request_id, units, block_ids in completed_states(step, self._chains):
+            tracked = by_id.get(request_id)
+            if tracked is not None and tracked.wishes.share and units > tracked.loaded_units:
+                self.keep_state(tracked, units, block_ids)
 
     def keep_state(self, tracked: RequestState, units: int, block_ids: list[int]) -> None:
         """Hold the states behind so many units of a request's chain until they are stored.
