@@ -103,7 +103,8 @@ class EngineDescription:
             self._parts["media"] = media
         name = Path(model.model).name if Path(model.model).exists() else model.model
         if (stages := config.parallel_config.pipeline_parallel_size) > 1:
-            self._parts["stages"] = [stages, environment.get("VLLM_PP_LAYER_PARTITION")]
+            # Tensors of stages have no names, which else tell vLLM's own code of a model from that of Transformers.
+            self._parts["stages"] = [stages, environment.get("VLLM_PP_LAYER_PARTITION"), model.architecture]
         self._label = f"{name} {_dtype(model.dtype)} {parallel_label(config)}"
 
     def identify(self, reader: WeightReader) -> Identity:

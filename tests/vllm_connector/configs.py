@@ -10,6 +10,7 @@ def vllm_config(**changes: Any) -> Any:
     """A configuration that the connector takes; `changes` by dotted path, with `__` for the dot."""
     model = SimpleNamespace(
         model="acme/llama",
+        architecture="LlamaForCausalLM",
         revision=None,
         code_revision=None,
         dtype="torch.float32",

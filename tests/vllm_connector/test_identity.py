@@ -235,6 +235,15 @@ def test_the_layers_of_pipeline_stages_count(model: Path) -> None:
     assert uneven.label == "tiny float32 tp1 pp2"
 
 
+def test_whose_code_computes_a_stage_counts(model: Path) -> None:
+    """Tensors of stages have no names: vLLM's own code of a model and Transformers' may order a head otherwise."""
+    keyspaces = {
+        of_model(model, parallel_config__pipeline_parallel_size=2, model_config__architecture=f"{name}ForCausalLM")
+        for name in ("Llama", "Transformers")
+    }
+    assert len(keyspaces) == 2
+
+
 def test_minor_version_of_vllm_counts(model: Path) -> None:
     """Another minor version may lay out blocks otherwise; a patch does not."""
     config = vllm_config(model_config__model=str(model))
