@@ -84,7 +84,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory, models: Path, one_head_mo
         policy = "kv_load_failure_policy"
         (folder / "prefix-lm").mkdir()
         (folder / "prefix-lm" / "config.json").write_text(json.dumps(PREFIX_LM))
-        made_up = ("--load-format=dummy", "--skip-tokenizer-init", "--max-model-len=512")
+        short = "--max-model-len=512"  # a prompt in one pass
+        made_up = ("--load-format=dummy", "--skip-tokenizer-init", short)
         means = ("--runner=pooling", "--convert=embed", '--pooler-config={"seq_pooling_type": "MEAN"}')
         yield Settings(
             tight=Setting(server("tight", small.run_dir, *few_blocks), small),
@@ -93,7 +94,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, models: Path, one_head_mo
             replicated=Setting(server("replicated", one_head.run_dir, two_shards, model=one_head_model), one_head),
             refused=server("refused", large.run_dir, connector={k: v for k, v in CONNECTOR.items() if k != policy}),
             prefix_lm=server("prefix-lm", large.run_dir, *made_up, model=folder / "prefix-lm"),
-            pooling=server("pooling", large.run_dir, *means),
+            pooling=server("pooling", large.run_dir, *means, short),
         )
 
 
