@@ -102,8 +102,7 @@ class LeaseSteps:
     @property
     def is_held(self) -> bool:
         """Whether the lease has slots, and no release of it was sent."""
-        unsettled = None if self._unsettled is None else self._unsettled[0]
-        return self._is_held and not isinstance(unsettled, Release)
+        return self._is_held and not self._is_release_unheard
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:

@@ -88,7 +88,8 @@ def test_batch_over_a_lost_connection(tmp_path: Path, failpoint: str, at: int, i
             assert faults.reached() == [failpoint]
             answered = [call.wait() is None for call in calls]
             assert answered == sorted(answered, reverse=True)
-            assert sum(answered) == at - 1
+            # The first reply of a turn leaves at once, the others with its end, which a killed daemon does not reach.
+            assert min(at - 1, 1) <= sum(answered) <= at - 1
             until(engine.rejoined, "the daemon never came back")
             with client.batch() as batch:
                 for lease in leases.values():

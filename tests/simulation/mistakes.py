@@ -26,11 +26,12 @@ from kvcached.service import state_writer
 from kvcached.service.admin.clears import Clears, _Clear
 from kvcached.service.admin.verbs import AdminVerbs
 from kvcached.service.admission import Admission
+from kvcached.service.kept_answers import KeptAnswers
 from kvcached.service.known_prompts import KnownPrompts
 from kvcached.service.pending import PendingReplies
 from kvcached.service.replica import NamedNamespace
 from kvcached.service.service import Service
-from kvcached.service.sessions import EngineGroup, EngineGroups, KeptAnswers
+from kvcached.service.sessions import EngineGroup, EngineGroups
 from kvcached_client.types import KEY_SIZE_BYTES, NO_FENCE, ShardIndex, TransferId
 from tests.simulation.mistake import Mistake
 from tests.simulation.sleep_mistakes import SLEEP_MISTAKES
@@ -147,7 +148,7 @@ def _claims_not_written(patch: pytest.MonkeyPatch) -> None:
 
 def _engine_of_before_forgotten(patch: pytest.MonkeyPatch) -> None:
     """After a restart nobody asks whether engines of before live."""
-    patch.setattr(takeover, "_living", lambda _: [])
+    patch.setattr(takeover, "_living", lambda *_, **__: [])
 
 
 def _pause_that_ended_holds(patch: pytest.MonkeyPatch) -> None:
@@ -238,14 +239,14 @@ MISTAKES = [
     Mistake("one shard counts for all", _one_shard_counts_for_all, (1,)),
     Mistake("one shard of an engine counts for all", _one_offload_shard_counts_for_all, (0, 2)),
     Mistake("failed store believed", _failed_store_believed, (6,)),
-    Mistake("one worker's death ends copies", _one_death_ends_copies, (10, 68)),
+    Mistake("one worker's death ends copies", _one_death_ends_copies, (15, 57)),
     Mistake("blocks lost with a worker", _blocks_lost_with_a_worker, (3,)),
     Mistake("fence not waited for", _fence_not_waited_for, (5, 13)),
-    Mistake("reply forgotten", _reply_forgotten, (95, 128), sleeps=True),
+    Mistake("reply forgotten", _reply_forgotten, (71, 153), sleeps=True),
     Mistake("one death counts for all", _one_death_counts_for_all, (4, 7)),
     Mistake("late tick expires sessions", _late_tick_expires, (2, 3)),
-    Mistake("claims not written", _claims_not_written, (12, 19)),
-    Mistake("engine of before forgotten", _engine_of_before_forgotten, (12, 17)),
+    Mistake("claims not written", _claims_not_written, (105, 110)),
+    Mistake("engine of before forgotten", _engine_of_before_forgotten, (40, 45)),
     Mistake("pause that ended holds", _pause_that_ended_holds, (217,)),
     Mistake("paused copies start", _paused_copies_start, (1, 5)),
     Mistake("leases not waited for", _leases_not_waited_for, (1, 4)),
@@ -254,7 +255,7 @@ MISTAKES = [
     Mistake("cleared blocks stay", _cleared_blocks_stay, (0, 3)),
     Mistake("taken over late", _taken_over_late, (9, 11)),
     Mistake("own slots not taken back", _own_slots_not_taken_back, (1, 5)),
-    Mistake("queued work forgotten", _queued_work_forgotten, (56,)),
+    Mistake("queued work forgotten", _queued_work_forgotten, (325, 339)),
     Mistake("ended session goes on", _ended_session_goes_on, (31, 44)),
     Mistake("known prompts mixed up", _known_prompts_mixed_up, (1, 3)),
     *SLEEP_MISTAKES,

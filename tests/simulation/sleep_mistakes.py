@@ -33,7 +33,7 @@ def _wake_not_written_down(patch: pytest.MonkeyPatch) -> None:
 
 SLEEP_MISTAKES = [
     Mistake("session on a pool that is not awake", _session_on_a_pool_that_is_not_awake, (0, 1), sleeps=True),
-    Mistake("copies not waited for by a sleep", _copies_not_waited_for, (4, 7), sleeps=True),
+    Mistake("copies not waited for by a sleep", _copies_not_waited_for, (21, 28), sleeps=True),
     Mistake("sleep not written down", _sleep_not_written_down, (0, 1), sleeps=True),
     Mistake("wake not written down", _wake_not_written_down, (2, 3), sleeps=True),
 ]

@@ -177,7 +177,7 @@ def _held_slab_taken(patch: pytest.MonkeyPatch) -> None:
 STORAGE_MISTAKES = [
     Mistake("storage is lost before it is dead", _lost_before_dead, (6, 11)),
     Mistake("backups not pinned", _backups_not_pinned, (2, 0)),
-    Mistake("generations share blocks", _generations_share_blocks, (5, 7)),
+    Mistake("generations share blocks", _generations_share_blocks, (0, 19)),
     Mistake("answer lost with storage", _answer_lost_with_storage, (2, 7)),
     Mistake("policy not written down", _policy_not_written, (56, 89)),
     Mistake("tails copied under never", _tails_copied_under_never, (30, 37)),
@@ -186,7 +186,7 @@ STORAGE_MISTAKES = [
     Mistake("prefix of a prefetch not kept", _prefix_not_kept, (16,)),
     Mistake("held slab taken", _held_slab_taken, (6, 56)),
     Mistake("lock outlives its session", _lock_outlives_its_session, (8, 10)),
-    Mistake("generations begin at 0 again", _generations_begin_at_0_again, (1, 9), reboots=True),
-    Mistake("clear told before it is recorded", _clear_told_before_it_is_recorded, (60, 103), reboots=True),
+    Mistake("generations begin at 0 again", _generations_begin_at_0_again, (2, 3), reboots=True),
+    Mistake("clear told before it is recorded", _clear_told_before_it_is_recorded, (10, 45), reboots=True),
     Mistake("weights not recorded", _weights_not_recorded, (0, 1), reboots=True),
 ]
