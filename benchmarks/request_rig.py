@@ -19,6 +19,7 @@ from kvcached_client.offload import OffloadClient, OffloadLayout, new_instance
 from kvcached_client.protocol.engine import Settled, TransferDone
 from kvcached_client.protocol.offload import CopyKind
 from kvcached_client.transport.session import SessionChannel
+from kvcached_client.transport.steps import BatchedCall, Steps, complete
 from kvcached_client.types import TransferId
 
 BLOCK_SIZE: Final = 16
@@ -136,11 +137,11 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         """See `Engine`."""
         hold = self.client.acquire(name, chain.keys, chain.token_count, load_from=0)
         if hold.load is not None:
-            self._done("load", hold.load.transfer)
+            self.channel.posted.add(BatchedCall(self._reporting("load", hold.load.transfer)))
         if chain.block_count > hold.hit:
             store = self.client.prepare_store(hold.lease, hold.hit, chain.key_range(hold.hit, chain.block_count))
             if store.transfer:
-                self._done("store", store.transfer)
+                complete(self._reporting("store", store.transfer))
         self.client.release(hold.lease)
         return hold.hit
 
@@ -157,9 +158,10 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         for report in reports:
             self.channel.receive(report, Settled)
 
-    def _done(self, kind: CopyKind, transfer: TransferId) -> None:
-        """What the shard says after its copy."""
-        self.channel.ask(self._report(kind, transfer), Settled)
+    def _reporting(self, kind: CopyKind, transfer: TransferId) -> Steps[None]:
+        """What a shard says after its copy. It waits for the reply where that was a store, not where it was a load."""
+        deadline_ns = self.channel.deadline_ns()
+        yield from self.channel.asking(self._report(kind, transfer), Settled, deadline_ns=deadline_ns)
 
     def _report(self, kind: CopyKind, transfer: TransferId) -> TransferDone:
         session = self.client.session

@@ -1,7 +1,9 @@
 """One shard process of an engine in offload mode: it copies blocks between its tensors and the daemon's host pool.
 
 The scheduler asks the daemon what to copy where (`OffloadClient`) and sends each shard a `BlockJob`. Each shard reports
-to the daemon when it is done; until every shard has reported, nobody else gets the slots.
+to the daemon when it is done; until every shard has reported, nobody else gets the slots. A store waits for the reply,
+for until then nobody finds the blocks. A load does not: the blocks' headers, read before and after the copy, prove what
+has arrived, whatever the daemon knows.
 
 Kernels on a CUDA device write and read blocks some time after they were launched. So a copy is ordered after a mark:
 the thread that launches kernels marks its stream, and the device begins the copy when it has reached the mark. The host
@@ -32,6 +34,7 @@ from kvcached_client.errors import (
     DeadlineExceeded,
     ErrorCode,
     KvcachedError,
+    Stale,
     bad_value,
     request_error,
 )
@@ -42,6 +45,7 @@ from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, LEASES_PER_MESSAG
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import rpc_endpoint
+from kvcached_client.transport.steps import BatchedCall, PostedCalls, Steps, complete
 from kvcached_client.types import TransferId, Verify
 
 if TYPE_CHECKING:
@@ -102,6 +106,8 @@ class OffloadShard:
         self._is_read_only = joined.read_only
         self._memory: _Memory | None = memory
         self._channel = channel
+        self._reports = PostedCalls()  #: of loads; their replies are taken with later reports
+        self._over: Stale | None = None  #: what a report was answered with, once the session is over
         self._copying = threading.RLock()  #: held from the begin of a copy until it is reported
         #: Transfers that were reported, well or with an error: their slots may be others' now. The oldest first.
         self._reported: dict[TransferId, None] = {}
@@ -213,12 +219,13 @@ class OffloadShard:
                 self._report_failure("store", jobs, error)
                 raise
             failpoint("offload.store.written")
-            self._settle(self._done("store", jobs))
+            complete(self._reporting(self._done("store", jobs)))
 
     def load(self, job: BlockJob, *, after: Mark | None = None) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
 
-        When it returns, the blocks are there, for every kernel that is launched from then on.
+        When it returns, the blocks are there, for every kernel that is launched from then on. The report has been sent;
+        its reply is not awaited: a report that the daemon refuses, or does not hear, is logged by a later call.
 
         Args:
             job: blocks to copy.
@@ -230,7 +237,9 @@ class OffloadShard:
             The engine computes these blocks, and everything after them in their chain.
 
         Raises:
-            BadRequest, Stale, TransportError, DeviceError: as `store`. No block counts as loaded then.
+            BadRequest, DeviceError: as `store`.
+            Stale: the session is over, as the reply to an earlier report said.
+            TransportError: the daemon is gone. No block counts as loaded then, nor after any other of these errors.
         """
         with self._copying:
             return self._load(job, after)
@@ -276,6 +285,8 @@ class OffloadShard:
 
     def _load(self, job: BlockJob, after: Mark | None) -> list[int]:
         memory = self._open()
+        if self._over is not None:
+            raise self._over
         self._begin("load", (job,))
         try:
             with memory.after(after):
@@ -288,7 +299,9 @@ class OffloadShard:
         depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
         failpoint("offload.load.copied")
         indices = np.array([depths[index] - job.start for index in bad], "<i4")
-        self._settle(self._done("load", (job,)), (indices.tobytes(),) if bad else ())
+        report = self._reporting(self._done("load", (job,)), (indices.tobytes(),) if bad else ())
+        self._reports.add(BatchedCall(report))
+        self._reports.collect(self._channel.has_come)
         return bad
 
     def _begin(self, kind: CopyKind, jobs: Sequence[BlockJob]) -> None:
@@ -316,17 +329,22 @@ class OffloadShard:
             more=tuple(job.transfer for job in jobs[1:]),
         )
 
-    def _settle(self, request: TransferDone, frames: Sequence[bytes] = ()) -> None:
+    def _reporting(self, request: TransferDone, frames: Sequence[bytes] = ()) -> Steps[None]:
         """Send a report; if no reply came, repeat it with the same id: the daemon counts it once."""
+        self._channel.send(request, frames)
+        yield request
         try:
-            self._channel.ask(request, Settled, frames)
+            self._channel.receive(request, Settled)
         except DeadlineExceeded:
             self._channel.ask(request, Settled, frames)
+        except Stale as error:
+            self._over = error.with_traceback(None)
+            raise
 
     def _report_failure(self, kind: CopyKind, jobs: Sequence[BlockJob], error: BaseException) -> None:
         """Report that copies failed. If that fails as well, add a note to the error, which the caller gets."""
         try:
-            self._settle(self._done(kind, jobs, error=_words(error)))
+            complete(self._reporting(self._done(kind, jobs, error=_words(error))))
         except KvcachedError as untold:
             error.add_note(f"the failure could not be reported to the daemon: {untold}")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import select
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.offload_shard import STORES_PER_REPORT_MAX, BlockJob, OffloadShard
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Header, Request, TransferDone, error_reply
+from kvcached_client.transport import steps
 from kvcached_client.types import TransferId, Verify
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
@@ -88,8 +91,9 @@ def load_job() -> BlockJob:
     return job(span([0, 3, 5], [0, 1, 5]), transfer=9)
 
 
-def told(daemon: FakeDaemon) -> list[tuple[Request, list[bytes]]]:
-    """What the shard has said, its ids apart."""
+def told(daemon: FakeDaemon, shard: OffloadShard) -> list[tuple[Request, list[bytes]]]:
+    """What the shard has said, its ids apart, once all of it was answered."""
+    shard._reports.wait()
     return [(msgspec.structs.replace(request, id=0), frames) for request, frames in daemon.requests]
 
 
@@ -117,7 +121,7 @@ def test_store_and_load_go_through_the_daemons_memory(daemon: FakeDaemon, shard:
 
     for tensor in TENSORS:
         assert (tensor.array[[0, 3, 5]] == tensor.array[[1, 4, 2]]).all()
-    assert told(daemon) == [(commit(), []), (complete(), [])]
+    assert told(daemon, shard) == [(commit(), []), (complete(), [])]
     assert (shard.shard, shard.epoch) == (1, 11)
 
 
@@ -126,7 +130,7 @@ def test_stores_go_together_and_are_told_together(daemon: FakeDaemon, shard: Off
     stores = job(span([1, 4], [0, 1])), replace(job(span([2], [5], depth=3), transfer=4), generation=8)
     shard.store_all(stores)
 
-    assert told(daemon) == [(msgspec.structs.replace(commit(), more=(4,)), [])]
+    assert told(daemon, shard) == [(msgspec.structs.replace(commit(), more=(4,)), [])]
     assert shard.load(job(span([0, 3], [0, 1]), transfer=9)) == []
     assert shard.load(replace(job(span([5], [5], depth=3), transfer=10), generation=8)) == []
     assert shard.load(job(span([5], [5], depth=3), transfer=11)) == [0]
@@ -140,7 +144,7 @@ def test_stores_that_fail_together_are_told_together(daemon: FakeDaemon, shard: 
         shard.store_all((store_job(), replace(BAD_JOB, transfer=TransferId(4))))
 
     failed = msgspec.structs.replace(commit(f"BadRequest: {caught.value}"), more=(4,))
-    assert told(daemon) == [(failed, [])]
+    assert told(daemon, shard) == [(failed, [])]
 
 
 @pytest.mark.parametrize("is_twice", [True, False], ids=["a block twice", "well"])
@@ -154,7 +158,7 @@ def test_job_is_carried_out_once(daemon: FakeDaemon, shard: OffloadShard, *, is_
     for again in (shard.store, shard.load):
         with pytest.raises(BadRequest, match=r"3 was made before, or has failed.*prepare another"):
             again(job(span([1, 4], [0, 1])))
-    assert len(told(daemon)) == 1
+    assert len(told(daemon, shard)) == 1
 
 
 def test_jobs_are_remembered_for_a_while(shard: OffloadShard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +178,7 @@ def test_bad_blocks_are_returned_and_told(daemon: FakeDaemon, shard: OffloadShar
 
     assert shard.load(load_job()) == [1, 2]
 
-    assert told(daemon)[-1] == (complete(), [struct.pack("<2i", 1, 2)])
+    assert told(daemon, shard)[-1] == (complete(), [struct.pack("<2i", 1, 2)])
 
 
 def test_part_of_a_load_tells_bad_blocks_as_the_daemon_counts_them(
@@ -187,7 +191,7 @@ def test_part_of_a_load_tells_bad_blocks_as_the_daemon_counts_them(
     part = replace(job(span([0, 3, 5], [0, 1, 5], depth=6), transfer=9), start=2)
 
     assert shard.load(part) == [1]
-    assert told(daemon)[-1] == (complete(), [struct.pack("<i", 5)])
+    assert told(daemon, shard)[-1] == (complete(), [struct.pack("<i", 5)])
 
 
 def test_end_of_the_daemon_makes_the_descriptor_readable(daemon: FakeDaemon, shard: OffloadShard) -> None:
@@ -236,7 +240,7 @@ def test_failed_store_is_told_with_its_error(daemon: FakeDaemon, shard: OffloadS
     with pytest.raises(BadRequest, match="blocks of the shard") as caught:
         shard.store(BAD_JOB)
 
-    assert told(daemon) == [(commit(f"BadRequest: {caught.value}"), [])]
+    assert told(daemon, shard) == [(commit(f"BadRequest: {caught.value}"), [])]
 
 
 def test_failed_load_is_told_with_its_error(daemon: FakeDaemon, shard: OffloadShard) -> None:
@@ -244,7 +248,7 @@ def test_failed_load_is_told_with_its_error(daemon: FakeDaemon, shard: OffloadSh
     with pytest.raises(BadRequest, match="blocks of the shard") as caught:
         shard.load(job(*BAD_JOB.spans, transfer=9))
 
-    assert told(daemon) == [(complete(f"BadRequest: {caught.value}"), [])]
+    assert told(daemon, shard) == [(complete(f"BadRequest: {caught.value}"), [])]
 
 
 def test_failure_of_a_copy_that_cannot_be_told_stays_the_failure(daemon: FakeDaemon, shard: OffloadShard) -> None:
@@ -268,7 +272,7 @@ def test_long_errors_are_cut(daemon: FakeDaemon, shard: OffloadShard, monkeypatc
     with pytest.raises(OSError, match="xxx"):
         shard.store(store_job())
 
-    assert told(daemon) == [(commit(f"OSError: {'x' * 503}"), [])]
+    assert told(daemon, shard) == [(commit(f"OSError: {'x' * 503}"), [])]
 
 
 Work = Callable[[OffloadShard], object]
@@ -298,30 +302,89 @@ def test_word_without_an_answer_is_said_once_more(daemon: FakeDaemon, hasty: Off
 
     daemon.script = late
     work(hasty)
+    hasty._reports.settle()
 
     first, second = daemon.requests
     assert first == second
 
 
-def test_silence_is_a_typed_error(daemon: FakeDaemon, hasty: OffloadShard, work: Work) -> None:
+def test_silence_behind_a_store_is_a_typed_error(daemon: FakeDaemon, hasty: OffloadShard) -> None:
     """A daemon that answers neither time costs two deadlines, and the shard can go on with its next job."""
     daemon.script = lambda request, frames: (SILENCE, [])
     with pytest.raises(DeadlineExceeded):
-        work(hasty)
+        hasty.store(store_job())
 
     daemon.script = None
     hasty.store(job(span([1], [0]), transfer=10))
     assert len(daemon.requests) == 3  # noted in their order, maybe some time after they were sent
 
 
-def test_end_of_the_session_is_a_typed_error(daemon: FakeDaemon, shard: OffloadShard, work: Work) -> None:
+def test_end_of_the_session_is_a_typed_error_of_a_store(daemon: FakeDaemon, shard: OffloadShard) -> None:
     """A daemon that knows the session no more says so, once, and the caller joins again."""
     over = request_error(ErrorCode.NO_SESSION, "no session 3", "attach again")
     daemon.script = lambda request, frames: (error_reply(request.id, over), [])
 
     with pytest.raises(Stale, match="no session 3"):
-        work(shard)
+        shard.store(store_job())
     assert len(daemon.requests) == 1
+
+
+def test_load_waits_for_no_reply(daemon: FakeDaemon, shard: OffloadShard) -> None:
+    """What was copied is there before the daemon has said that it heard of it; later calls take its replies."""
+    shard.store(store_job())
+    may_answer = threading.Event()
+    daemon.script = lambda request, frames: None if may_answer.wait(60) else (SILENCE, [])
+
+    assert shard.load(load_job()) == []
+    for tensor in TENSORS:
+        assert (tensor.array[[0, 3, 5]] == tensor.array[[1, 4, 2]]).all()
+
+    may_answer.set()
+    assert told(daemon, shard) == [(commit(), []), (complete(), [])]
+
+
+def test_silence_behind_loads_is_logged(
+    daemon: FakeDaemon, hasty: OffloadShard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon that does not hear of loads takes nothing from them: their blocks are there, and a log says the rest."""
+    hasty.store(store_job())
+    daemon.script = lambda request, frames: (SILENCE, [])
+    assert hasty.load(load_job()) == []
+    with caplog.at_level(logging.WARNING, "kvcached_client"):
+        hasty._reports.wait()
+
+    assert "no reply" in caplog.text
+    daemon.script = None
+    assert hasty.load(replace(load_job(), transfer=TransferId(10))) == []
+    assert len(told(daemon, hasty)) == 4
+
+
+def test_end_of_the_session_is_a_typed_error_of_the_next_load(daemon: FakeDaemon, shard: OffloadShard) -> None:
+    """A load whose report finds the session over is good, by its headers; the next one is refused, and tells nobody."""
+    shard.store(store_job())
+    over = request_error(ErrorCode.NO_SESSION, "no session 3", "attach again")
+    daemon.script = lambda request, frames: (error_reply(request.id, over), [])
+
+    assert shard.load(load_job()) == []
+    shard._reports.wait()
+
+    with pytest.raises(Stale, match="no session 3"):
+        shard.load(replace(load_job(), transfer=TransferId(10)))
+    assert len(daemon.requests) == 2
+
+
+def test_reports_without_an_answer_are_bounded(
+    daemon: FakeDaemon, shard: OffloadShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More loads than calls may be under way wait for the oldest reply, and none is forgotten."""
+    monkeypatch.setattr(steps, "CALLS_UNDER_WAY_MAX", 2)
+    shard.store(store_job())
+    daemon.replies_together = 3
+    for transfer in range(10, 16):
+        assert shard.load(replace(load_job(), transfer=TransferId(transfer))) == []
+
+    assert len(shard._reports._calls) <= 2
+    assert len(daemon.requests) >= 5
 
 
 def test_death_of_the_daemon_is_a_typed_error(daemon: FakeDaemon, shard: OffloadShard, work: Work) -> None:
