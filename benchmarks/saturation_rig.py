@@ -318,7 +318,8 @@ def _wait(connection: Connection) -> list[bytes]:
 
 
 def _received(connection: Connection) -> list[list[bytes]]:
-    messages = [message.parts for message in connection.receive()]
+    messages: list[list[bytes]] = []
+    connection.receive(lambda message: messages.append(message.parts))
     if connection.is_over:
         raise DaemonUnreachable("the server has closed the connection")
     return messages

@@ -82,9 +82,12 @@ class PeerProcess:
             self._dead = bool(poll.poll(0))
         return self._dead
 
-    def is_same_process(self, other: PeerProcess) -> bool:
+    def is_same_process(self, other: object) -> bool:
         """Whether two living peers are surely one process; an invisible pid (0) is nobody's name."""
-        if self is other or (self._process is not None and self._process == other._process):
+        if not isinstance(other, PeerProcess):
+            return False
+        process = other._process  # noqa: SLF001 - its own class
+        if self is other or (self._process is not None and self._process == process):
             return True
         return self._process is None and self.pid == other.pid != 0
 

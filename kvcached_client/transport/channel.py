@@ -22,6 +22,7 @@ from kvcached_client.errors import (
     bad_reply,
 )
 from kvcached_client.protocol.engine import Header, Request, raise_for_error
+from kvcached_client.protocol.zmtp import Message
 from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.transport.calls import PendingCalls
 from kvcached_client.transport.connection import Connection
@@ -367,9 +368,11 @@ class Channel:
 
     def _read(self) -> None:
         """Read the messages that have arrived."""
-        for message in self._connection.receive():
-            self._is_news = True
-            self._calls.receive(message.parts)
+        self._connection.receive(self._take)
+
+    def _take(self, message: Message) -> None:
+        self._is_news = True
+        self._calls.receive(message.parts)
 
     def _read_last(self) -> None:
         """Read the replies that the daemon has sent before it closed the attach connection, or ended."""

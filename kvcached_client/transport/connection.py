@@ -8,7 +8,7 @@ Or to the TCP port of a daemon on another machine, in boxes of CURVE.
 from __future__ import annotations
 
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvcached_client.errors import DaemonUnreachable, RequestError
@@ -28,11 +28,7 @@ _MESSAGES_MAX: Final = 1 << 30
 
 
 class Connection:
-    """Sends and receives whole messages. Its calls never wait; `poll` on its descriptor tells when one is useful.
-
-    Attributes:
-        is_over: the other end has closed it, or does not speak the protocol.
-    """
+    """Sends and receives whole messages. Its calls never wait; `poll` on its descriptor tells when one is useful."""
 
     def __init__(self, place: str | RemoteDaemon, *, deadline_ms: int) -> None:
         """Connect to the path of a socket, or to a daemon on another machine.
@@ -56,8 +52,14 @@ class Connection:
         self._unsent = bytearray()
         #: The message that the kernel was given, what it has taken, what was unsent before; None once the rest is kept.
         self._handed_over: tuple[Sequence[bytes | memoryview], list[int], int] | None = None
-        self.is_over = False
+        self._is_reading = False  #: what was received may not be taken yet
+        self._is_over = False
         self._write(first)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other end has closed it or does not speak the protocol, or a signal has interrupted `receive`."""
+        return self._is_over or self._is_reading
 
     @property
     def is_ready(self) -> bool:
@@ -66,7 +68,9 @@ class Connection:
 
     @property
     def refusal(self) -> RequestError | DaemonUnreachable | None:
-        """Why a daemon on another machine has ended the connection, if that was before it accepted it."""
+        """Why the connection is over, where that is known: another machine has not accepted it, or a signal came."""
+        if self._is_reading:
+            return DaemonUnreachable("a signal interrupted the reading of replies, so some are lost; connect again")
         return None if self._remote is None else self._remote[0].refusal(self._remote[1])
 
     @property
@@ -99,33 +103,42 @@ class Connection:
                 self._hand_over([unsent])
             self._settle()
 
-    def receive(self) -> list[Message]:
-        """All whole messages that have arrived."""
-        messages: list[Message] = []
-        size = _RECEIVE_BYTES
+    def receive(self, take: Callable[[Message], None]) -> None:
+        """Hand all whole messages that have arrived to `take`.
+
+        An exception of a signal handler, as of Ctrl-C, may come in the middle, with bytes or messages that nobody has:
+        what is read then would not be what was sent. The connection is over.
+        """
+        reader, size = self._reader, _RECEIVE_BYTES
         while size == _RECEIVE_BYTES and not self.is_over:
-            try:
-                size = self._socket.recv_into(self._buffer)
-            except BlockingIOError:
-                break
-            except OSError:
-                size = 0
-            if not size:
-                self.is_over = True
-                break
-            messages += self._reader.read(self._buffer[:size], _MESSAGES_MAX)
-            while self._reader.has_more:
-                messages += self._reader.read(b"", _MESSAGES_MAX)
-            self.is_over = self._reader.violation is not None
-        if self._reader.commands:
-            answers = self._reader.commands.copy()
-            self._reader.commands.clear()
+            self._is_reading = True
+            size = self._receive_once()
+            messages = reader.read(self._buffer[:size], _MESSAGES_MAX) if size else []
+            while reader.has_more:
+                messages += reader.read(b"", _MESSAGES_MAX)
+            for message in messages:
+                take(message)
+            self._is_reading = False
+            self._is_over = self._is_over or reader.violation is not None
+        if reader.commands:
+            answers = reader.commands.copy()
+            reader.commands.clear()
             self._write(answers)
-        return messages
+
+    def _receive_once(self) -> int:
+        """How many bytes were received; 0 where there are none now, and at the end."""
+        try:
+            size = self._socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            size = 0
+        self._is_over = self._is_over or not size
+        return size
 
     def close(self) -> None:
         """Close; what is not sent is lost. Does nothing the second time."""
-        self.is_over = True
+        self._is_over = True
         self._socket.close()
 
     def _write(self, pieces: list[bytes]) -> None:
@@ -149,14 +162,14 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError:
-            self.is_over = True
+            self._is_over = True
 
     def _settle(self) -> None:
         """Keep what was not taken of what was handed over last. Interrupted, it is repeated by the next call."""
         if self._handed_over is None:
             return
         pieces, taken, unsent = self._handed_over
-        if len(self._unsent) == unsent and not self.is_over:  # else it is kept already
+        if len(self._unsent) == unsent and not self._is_over:  # else it is kept already
             if unsent:
                 del self._unsent[: sum(taken)]
             elif sum(taken) < sum(map(len, pieces)):

@@ -12,6 +12,7 @@ from kvcached_client.errors import KvcachedError, Stale
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.engine import Alive, decode_reply, encode, raise_for_error
 from kvcached_client.protocol.engine import Heartbeat as HeartbeatRequest
+from kvcached_client.protocol.zmtp import Message
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.connection import Connection
 from kvcached_client.types import FenceSequence
@@ -71,7 +72,7 @@ class Heartbeat:
             beat_count += 1
             failpoint("client.heartbeat")
             if connection is not None:
-                self._read_replies(connection)
+                connection.receive(self._read_reply)
                 self._send(connection, beat_count)
                 if not connection.is_over:
                     continue
@@ -85,17 +86,16 @@ class Heartbeat:
         if not connection.send([encode(request)]):
             _log.debug("heartbeat %d was not sent: the daemon is gone or accepts nothing", request_id)
 
-    def _read_replies(self, connection: Connection) -> None:
-        for message in connection.receive():
-            try:
-                reply = raise_for_error(decode_reply(message.parts[0]))
-            except Stale as error:
-                self._note_stale(str(error))
-            except KvcachedError as error:
-                _log.warning("a heartbeat was refused: %s", error)
-            else:
-                if isinstance(reply, Alive) and not self._is_expected(reply):
-                    self._note_stale(f"the pool is at epoch {reply.epoch}, generation {reply.generation}")
+    def _read_reply(self, message: Message) -> None:
+        try:
+            reply = raise_for_error(decode_reply(message.parts[0]))
+        except Stale as error:
+            self._note_stale(str(error))
+        except KvcachedError as error:
+            _log.warning("a heartbeat was refused: %s", error)
+        else:
+            if isinstance(reply, Alive) and not self._is_expected(reply):
+                self._note_stale(f"the pool is at epoch {reply.epoch}, generation {reply.generation}")
 
     def _is_expected(self, reply: Alive) -> bool:
         epoch, generation = self._expected

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvcached.process.peer import PeerProcess
+from kvcached.process.peer import PeerProcess, UnseenProcess
 from kvcached.process.seqpacket import Credentials
 from kvcached_client.errors import ErrorCode, Refused
 from tests.access.grants import OWN
@@ -131,6 +131,7 @@ def test_two_connections_of_a_process_are_one_process_and_others_are_not(connect
     try:
         assert mine.is_same_process(again)
         assert not mine.is_same_process(other)
+        assert not mine.is_same_process(UnseenProcess())
     finally:
         for peer in (mine, again, other):
             peer.close()

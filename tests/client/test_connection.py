@@ -64,7 +64,9 @@ class Ends(NamedTuple):
         poller = select.poll()
         poller.register(self.client.fileno(), self.client.events)
         assert poller.poll(_PATIENCE_MS)
-        return self.client.receive()
+        messages: list[Message] = []
+        self.client.receive(messages.append)
+        return messages
 
 
 @contextmanager
@@ -163,6 +165,28 @@ def test_interrupted_message_is_not_continued_by_the_next(tmp_path: Path, size: 
     assert instruction > 20
 
 
+def test_interrupted_reading_is_the_end_unless_nothing_is_lost(tmp_path: Path) -> None:
+    """Wherever an exception of a signal handler ends the reading, all replies are there, or the connection is over."""
+    replies = [[b"one", bytes(300)], [b"two"]]
+    is_interrupted, instruction, outcomes = True, 0, set()
+    while is_interrupted:
+        instruction += 1
+        with _ends(str(tmp_path / str(instruction))) as ends:
+            ends.shake_hands()
+            ends.daemon.sendall(b"".join(map(encode_message, replies)))
+            came: list[Message] = []
+            is_interrupted = _interrupted(partial(ends.client.receive, came.append), instruction)
+            if not ends.client.is_over:
+                ends.client.receive(came.append)
+                assert [message.parts for message in came] == replies
+            else:
+                assert not ends.client.send([b"next"])
+                assert isinstance(ends.client.refusal, DaemonUnreachable)
+            outcomes.add(ends.client.is_over)
+    assert outcomes == {False, True}
+    assert instruction > 20
+
+
 def test_nothing_is_sent_before_the_daemon_has_accepted(ends: Ends) -> None:
     """A request waits for the daemon's part of the handshake."""
     assert not ends.client.send([b"early"])
@@ -232,18 +256,19 @@ def test_router_of_libzmq_is_understood(tmp_path: Path) -> None:
         with closing(Connection(path, deadline_ms=_PATIENCE_MS)) as client:
             poller = select.poll()
             poller.register(client.fileno(), select.POLLIN)
+            messages: list[Message] = []
             while not client.is_ready:
                 assert poller.poll(_PATIENCE_MS)
-                assert client.receive() == []
+                client.receive(messages.append)
+                assert messages == []
             assert client.send([b"header", bytes(1000)])
             assert router.poll(_PATIENCE_MS)
             peer, *parts = router.recv_multipart()
             assert parts == [b"header", bytes(1000)]
             router.send_multipart([peer, b"reply", bytes(100_000)])
-            messages: list[Message] = []
             while not messages:
                 assert poller.poll(_PATIENCE_MS)
-                messages += client.receive()
+                client.receive(messages.append)
             assert messages[0].parts == [b"reply", bytes(100_000)]
 
 
