@@ -5,7 +5,8 @@
 #
 # make test-all runs every test: full (what the default suite leaves out), slow (tests that take long, or measure time),
 # compiled (the core's tests on a compiled core), mutants (mistakes that tests must catch), vllm and sglang (real vLLM
-# servers and real SGLang processes on the daemon, in environments of 2 and 3 GB).
+# servers and real SGLang processes on the daemon, in environments of 2 and 3 GB), oldest (the default suite with the
+# oldest versions of other packages that pyproject.toml allows, in an environment of its own).
 #
 # Others: make env (.venv, which these make first), lock (newer versions of what is in it), lint, format, bench
 # (benchmarks), vllm-env (what real vLLM servers run in), bench-vllm (figures with real vLLMs), replay (recorded
@@ -29,6 +30,7 @@ VENV := .venv
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32,$(VLLM)),-$(VLLM))
 VLLM_CODE := $(if $(filter-out 0.32,$(VLLM)),--code vllm==$(VLLM).0)
 SGLANG_VENV := .venv-sglang
+OLDEST_VENV := .venv-oldest
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -42,10 +44,10 @@ CLIENT := $(shell find kvcached_client -name build -prune -o -name '*.py' -print
 # A module is compiled once, not at every start of a daemon, whatever the shell that calls says.
 unexport PYTHONDONTWRITEBYTECODE
 # The tests' tensors are tiny: threads that wait for each other cost more than they compute.
-test full slow compiled: export OMP_NUM_THREADS := 1
+test full slow compiled oldest: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock demo test test-all full compiled slow mutants lint format bench vllm vllm-env bench-vllm sglang sglang-env replay docs reference clean
+.PHONY: help env lock demo test test-all full compiled oldest slow mutants lint format bench vllm vllm-env bench-vllm sglang sglang-env replay docs reference clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -82,7 +84,7 @@ demo: env
 test: env
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-all: test full compiled mutants slow vllm sglang
+test-all: test full compiled oldest mutants slow vllm sglang
 
 full: env
 	@$(BIN)/python -m pytest tests -m "full and not slow and not vllm and not sglang" --part $(PART) \
@@ -99,6 +101,19 @@ compiled: env
 	@cd build/compiled && ../../$(BIN)/python -m pytest -m "not full and not slow and not vllm and not sglang and not interpreted" \
 	    --numprocesses auto --maxprocesses 4 tests/core tests/simulation tests/service
 	@cd build/compiled && ../../$(BIN)/python -m kvcached demo
+
+# Tools that judge the code ask for newer versions: their tests are left out.
+oldest: $(OLDEST_VENV)/.complete
+	@$(OLDEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 tests --ignore tests/project
+
+$(OLDEST_VENV)/.complete: pyproject.toml kvcached_client/pyproject.toml tests/project/oldest_versions.py | $(STAMP)
+	@rm -rf $(OLDEST_VENV)
+	@$(PYTHON) -m venv $(OLDEST_VENV)
+	@echo "==> oldest versions of other packages in $(OLDEST_VENV)"
+	@$(OLDEST_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
+	@$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint $(LOCK) -e ./kvcached_client -e '.[dev,examples]'
+	@$(OLDEST_VENV)/bin/python -m pip install --quiet $$($(BIN)/python -m tests.project.oldest_versions)
+	@touch $@
 
 mutants: env
 	@$(BIN)/python -m tests.mutants.run --part $(PART) $(MUTANTS)
@@ -159,6 +174,6 @@ reference: env
 	@echo "==> build/reference/index.html"
 
 clean:
-	rm -rf $(VENV) .venv-vllm* $(SGLANG_VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
+	rm -rf $(VENV) .venv-vllm* $(SGLANG_VENV) $(OLDEST_VENV) build dist *.egg-info kvcached_client/build kvcached_client/*.egg-info kvcached_client/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kvcached kvcached_client benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -99,7 +99,7 @@ class DeviceHeaders:
 
     def keep_only(self, slots: array[int]) -> None:
         """Say that no slots but these, as ranges, hold a block."""
-        others = np.ones(self.table.rows, np.bool)
+        others = np.ones(self.table.rows, np.bool_)
         for first, count in zip(slots[::2], slots[1::2], strict=True):
             others[first : first + count] = False
         self.table.clear_chosen(others)

@@ -61,7 +61,7 @@ class HeaderTable:
         for first, count in zip(rows[::2], rows[1::2], strict=True):
             self._words[first : first + count, 0] = 0
 
-    def clear_chosen(self, chosen: npt.NDArray[np.bool]) -> None:
+    def clear_chosen(self, chosen: npt.NDArray[np.bool_]) -> None:
         """As `clear_rows`, of those rows for which `chosen` is true."""
         self._words[chosen, 0] = 0
 

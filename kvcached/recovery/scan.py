@@ -159,7 +159,7 @@ def _good_blocks(headers: list[Words], kind: HeaderKind) -> npt.NDArray[np.int64
     return good
 
 
-def _agree(words: Words, wanted: Words) -> npt.NDArray[np.bool]:
+def _agree(words: Words, wanted: Words) -> npt.NDArray[np.bool_]:
     """Which rows equal the wanted words. Column by column: a reduction over short rows costs several times as much."""
     same = np.ones(len(words), bool)
     for column in range(words.shape[1]):
@@ -181,7 +181,7 @@ def _distinct(claims: list[FoundClaims]) -> FoundClaims:
     return FoundClaims(rows[:, 0].astype(np.int64), rows[:, 1].copy(), rows[:, 2].copy())
 
 
-def _sealed(headers: Words) -> npt.NDArray[np.bool]:
+def _sealed(headers: Words) -> npt.NDArray[np.bool_]:
     if not len(headers):
         return np.zeros(0, bool)
     return np.asarray(headers[:, _SEAL] == np.frombuffer(host_header.seals(headers.tobytes()), _WORD))

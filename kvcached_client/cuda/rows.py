@@ -136,7 +136,7 @@ def _merged_apart(blocks: Numbers, allocations: Numbers) -> Numbers:
     return merged(blocks.reshape(-1, 3), where[:-1] != where[1:])
 
 
-def merged(numbers: Numbers, apart: npt.NDArray[np.bool] | None = None) -> Numbers:
+def merged(numbers: Numbers, apart: npt.NDArray[np.bool_] | None = None) -> Numbers:
     """As few copies as possible, [3, copies]. None leaves its slab, for each begins with headers, which are not copied.
 
     Args:
@@ -146,7 +146,7 @@ def merged(numbers: Numbers, apart: npt.NDArray[np.bool] | None = None) -> Numbe
     begins = (numbers[:-1, :2] + numbers[:-1, 2:] != numbers[1:, :2]).any(1)
     if apart is not None:
         begins |= apart
-    first = np.flatnonzero(np.concatenate((np.ones(min(len(numbers), 1), np.bool), begins)))
+    first = np.flatnonzero(np.concatenate((np.ones(min(len(numbers), 1), np.bool_), begins)))
     fewer = numbers[first]
     if len(first) < len(numbers):
         fewer[:, 2] = np.add.reduceat(numbers[:, 2], first)

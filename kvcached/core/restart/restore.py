@@ -182,7 +182,7 @@ def ranges_of(slots: _Ints) -> Ranges[int]:
 
 def _others(pool: HostPool, slabs: list[int], used: _Ints, set_aside: Ranges[int]) -> Ranges[int]:
     """The slots of the slabs that are neither used nor set aside."""
-    free = np.zeros(pool.slots, np.bool)
+    free = np.zeros(pool.slots, np.bool_)
     for slab in slabs:
         free[slab * pool.slots_per_slab : (slab + 1) * pool.slots_per_slab] = True
     for first, count in pairs(set_aside):
@@ -270,7 +270,7 @@ class _NewestRows:
         order = np.argsort(halves[:, 0])
         self._heads, self._tails, self._order = halves[order, 0], halves[order, 1], order
         same = self._heads[1:] == self._heads[:-1]
-        self._is_shared = np.zeros(len(order), np.bool)
+        self._is_shared = np.zeros(len(order), np.bool_)
         self._is_shared[1:] = same
         self._is_shared[:-1] |= same
         shared = np.sort(order[self._is_shared])
@@ -303,7 +303,7 @@ def _run_heads(parents: _Ints, rows: _Ints) -> _Ints:
     """The first row of the run that each row is in: a run goes on where a block is its parent's only child."""
     root = len(parents) - 2
     children = np.bincount(parents[rows], minlength=len(parents))
-    starts = np.ones(len(parents), np.bool)
+    starts = np.ones(len(parents), np.bool_)
     starts[rows] = (parents[rows] == root) | (children[parents[rows]] > 1)
     return _followed(np.where(starts, np.arange(len(parents)), parents))
 
