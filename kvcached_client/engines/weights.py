@@ -28,8 +28,10 @@ FindSnapshot = Callable[[str, str | None, str | None], str | None]
 
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt"})
 #: Files beside the weights that may change what a model computes for the same tokens: its code, how its weights are
-#: quantized, and how images and sound become its input.
-_BESIDE: Final = re.compile(r".*\.py|.*(processor|quant).*\.json")
+#: quantized, how images and sound become its input, and how much an adapter adds to which layers.
+_BESIDE: Final = re.compile(r".*\.py|.*(processor|quant).*\.json|adapter_config\.json")
+#: One of these is there in every directory of a model or of an adapter.
+_CONFIGURATIONS: Final = ("config.json", "adapter_config.json")
 
 #: Bytes read at a time. Between two pieces, the end of the process is noticed.
 _PIECE_BYTES: Final = 8 << 20
@@ -95,13 +97,18 @@ def model_files(
 
 
 def find_snapshot(model: str, revision: str | None, download_dir: str | None) -> str | None:
-    """The directory of a model in the Hugging Face cache; None if it is not there, as a model at a URL is not."""
+    """The directory of a model or of an adapter in the Hugging Face cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - engines that load models have it
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415 - as above
 
-    if "://" in model:
-        return None  # which Hugging Face refuses as a name
-    found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
-    return str(Path(found).parent) if isinstance(found, str) else None
+    for file in _CONFIGURATIONS:
+        try:
+            found = try_to_load_from_cache(model, file, cache_dir=download_dir, revision=revision)
+        except HFValidationError:
+            return None  # it is no name of the hub: a URL, or a path that is not here
+        if isinstance(found, str):
+            return str(Path(found).parent)
+    return None
 
 
 def default_notes_folder() -> Path | None:

@@ -10,7 +10,14 @@ import pytest
 from blake3 import blake3
 
 from kvcached_client.engines import weights
-from kvcached_client.engines.weights import ModelFile, ReadingStopped, WeightReader, default_notes_folder, model_files
+from kvcached_client.engines.weights import (
+    ModelFile,
+    ReadingStopped,
+    WeightReader,
+    default_notes_folder,
+    find_snapshot,
+    model_files,
+)
 
 LATER_NS = time.time_ns() + 3_600_000_000_000
 
@@ -147,3 +154,25 @@ def test_where_digests_are_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/x")
     assert default_notes_folder() == Path("/home/x/.cache/kvcached/weights")
+
+
+@pytest.mark.parametrize("configuration", ["config.json", "adapter_config.json"])
+def test_models_and_adapters_of_the_hub_are_found(tmp_path: Path, configuration: str) -> None:
+    """A directory of the hub's cache is that of a model, or of an adapter, whose configuration counts."""
+    pytest.importorskip("huggingface_hub")
+    repository, commit = tmp_path / "models--org--name", "0" * 40
+    (snapshot := repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    (snapshot / configuration).write_text("{}")
+    assert find_snapshot("org/name", None, str(tmp_path)) == str(snapshot)
+    assert find_snapshot("org/other", None, str(tmp_path)) is None
+    files = model_files("org/name", None, str(tmp_path), find_snapshot)
+    assert [file.name for file in files] == ([configuration] if configuration.startswith("adapter") else [])
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/model", "org/name/more", "/nowhere", "-name"])
+def test_what_is_no_name_of_the_hub_is_not_found(tmp_path: Path, name: str) -> None:
+    """Hugging Face's refusal of a name says that there is no such model, and is no failure."""
+    pytest.importorskip("huggingface_hub")
+    assert find_snapshot(name, None, str(tmp_path)) is None
