@@ -61,7 +61,7 @@ def examine_sglang(python: str, run_dir: Path, model: str, arguments: Sequence[s
     if offered is None:
         return
     if arguments:
-        yield from sglang_flags.check_namespaces(flags, offered)
+        yield from sglang_flags.check_namespaces(model or flags.model, flags, offered)
     if model or flags.model:
         yield from sglang_layout.check_layout(model or flags.model, flags, offered)
 

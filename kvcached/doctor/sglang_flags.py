@@ -14,7 +14,7 @@ from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_c
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.sglang.host_pages import SERVED_LAYOUTS
-from kvcached_client.sglang.settings import EXTRA_CONFIG, OPTION, read_settings
+from kvcached_client.sglang.settings import EXTRA_CONFIG, OPTION, REFUSED_SETTINGS, read_settings
 
 _CHECK: Final = "sglang flags"
 _MODEL: Final = "model"
@@ -30,12 +30,16 @@ _ALIASES: Final = {
     "pp": "pp-size",
     "data-parallel-size": "dp-size",
     "dp": "dp-size",
+    "decode-context-parallel-size": "dcp-size",
+    "attention-context-parallel-size": "attn-cp-size",
 }
 #: Layers of other kinds have a pool of their own in SGLang, or none.
 _FULL_ATTENTION: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 #: Of models whose attention is sparse, by an indexer with keys of its own.
 _INDEXER_FIELD: Final = "index_topk"
+#: Of models with latent attention, whose tensor-parallel ranks all hold the same.
+_LATENT_FIELD: Final = "kv_lora_rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,16 @@ class SglangFlags:
         """How many parts the heads of a layer are in, which attention by data parallelism splits less."""
         groups = self._number("dp-size") if "enable-dp-attention" in self.options else 1
         return max(self._number("tp-size") // groups, 1)
+
+    @property
+    def context_ranks(self) -> int:
+        """How many of these hold other tokens of a prompt, not other heads."""
+        return self._number("attn-cp-size")
+
+    @property
+    def decode_context_ranks(self) -> int:
+        """How many ranks share the tokens of a prompt where it is decoded."""
+        return self._number("dcp-size")
 
     def _number(self, option: str) -> int:
         """Value of an option; 1 where it is no number."""
@@ -169,24 +183,29 @@ def _read_extra(text: str) -> dict[str, Any] | None:
 
 
 def _field(name: str, wanted: object, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What is wrong with a field that has to be there. SGLang takes any `backend_name`, and numbers as truths."""
+    """What is wrong with a field that has to be there. SGLang takes any `backend_name`, and some numbers as truths."""
     value = config.get(name)
     if name == "backend_name":
         is_right = value is not None
     elif isinstance(wanted, str):
         is_right = value == wanted
+    elif isinstance(wanted, bool):
+        is_right = value is wanted  # with anything but a truth value, SGLang does not start
     else:
         is_right = bool(value)
     if not is_right:
         said = "missing" if name not in config else repr(value)
-        why = ": nothing would be stored" if name == "hicache_storage_pass_prefix_keys" else ""
+        why = ": nothing would be stored" if isinstance(wanted, bool) else ""
         yield Finding(_CHECK, "fail", f"{OPTION}: {name} is {said}{why}", f"write {json.dumps({name: wanted})[1:-1]}")
 
 
 def _refused(flags: SglangFlags) -> Iterator[Finding]:
-    if "speculative-algorithm" in flags.options:
-        text = "--speculative-algorithm: speculative decoding is not served"
-        yield Finding(_CHECK, "fail", text, "leave out --speculative-algorithm")
+    for setting in REFUSED_SETTINGS:
+        if setting.is_meant(flags.options.get(setting.option.removeprefix("--"))):
+            yield Finding(_CHECK, "fail", setting.words, f"leave out {setting.option}")
+    if flags.decode_context_ranks > 1:
+        text = "--dcp-size: with decode context parallelism, SGLang takes no storage but file and mooncake"
+        yield Finding(_CHECK, "fail", text, "leave out --dcp-size")
 
 
 def check_model(model: str) -> Iterator[Finding]:
@@ -195,7 +214,7 @@ def check_model(model: str) -> Iterator[Finding]:
         text = text_config(read_config(model))
     except (OSError, ValueError):
         return
-    others = sorted(set(text.get("layer_types") or ()) - {_FULL_ATTENTION})
+    others = _other_layers(text) - {_SLIDING}
     fix = (
         "compare outputs with those of SGLang alone; if SGLang gives them a pool that is not served, it does not start"
     )
@@ -204,14 +223,34 @@ def check_model(model: str) -> Iterator[Finding]:
     elif _INDEXER_FIELD in text:
         said = f"the model has sparse attention with an indexer ({_INDEXER_FIELD}), which was not tried"
         yield Finding(_MODEL, "warn", said, fix)
-    elif set(others) - {_SLIDING}:
-        said = f"the model has layers of other kinds than full attention ({', '.join(others)}), which were not tried"
+    elif others:
+        words = ", ".join(sorted(others))
+        said = f"the model has layers of other kinds than full attention ({words}), which were not tried"
         yield Finding(_MODEL, "warn", said, fix)
 
 
-def check_namespaces(flags: SglangFlags, offered: OffloadInfo) -> Iterator[Finding]:
-    """Whether each rank may have a namespace, which only those with latent attention share."""
-    if flags.ranks > offered.namespaces_max:
-        text = f"SGLang has {flags.ranks} ranks with a namespace each, the daemon takes {offered.namespaces_max}"
-        fix = f"set namespaces_max in the daemon's [offload] table to {flags.ranks} or more"
-        yield Finding("namespaces", "fail", text, fix)
+def check_namespaces(model: str, flags: SglangFlags, offered: OffloadInfo) -> Iterator[Finding]:
+    """Whether every part of the model that a rank holds, and every pool of it, may have its namespace."""
+    try:
+        text = text_config(read_config(model)) if model else {}
+    except (OSError, ValueError):
+        text = {}
+    count = _namespaces(text, flags)
+    if count > offered.namespaces_max:
+        said = f"SGLang takes {count} namespaces, for each part of the model and each of its pools"
+        fix = f"set namespaces_max in the daemon's [offload] table to {count} or more"
+        yield Finding("namespaces", "fail", f"{said}, the daemon takes {offered.namespaces_max}", fix)
+
+
+def _namespaces(text: Mapping[str, Any], flags: SglangFlags) -> int:
+    """How many namespaces the ranks have. With latent attention, those of a stage share all but their states."""
+    ranks = flags.attention_ranks * flags.stages
+    parts = flags.context_ranks * flags.stages if text.get(_LATENT_FIELD) else ranks
+    has_windows, has_indexer = _SLIDING in (text.get("layer_types") or ()), _INDEXER_FIELD in text
+    has_states = any(name in text for name in STATE_SPACE_FIELDS) or bool(_other_layers(text) - {_SLIDING})
+    return parts * (1 + has_windows + has_indexer) + ranks * has_states
+
+
+def _other_layers(text: Mapping[str, Any]) -> set[str]:
+    """Kinds of layers beside those that attend to all tokens."""
+    return set(text.get("layer_types") or ()) - {_FULL_ATTENTION}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,60 @@ EXTRA_CONFIG: Final[Mapping[str, object]] = {
     "interface_v1": 1,
     "hicache_storage_pass_prefix_keys": True,
 }
+
+
+class RefusedSetting(NamedTuple):
+    """A setting of SGLang's with which it would not find what it stores.
+
+    Attributes:
+        group: SGLang's group of settings that it is in.
+        name: its name there, from which that of the option follows.
+        value: what it may not be; None = anything.
+        why: what happens with it.
+    """
+
+    group: str
+    name: str
+    value: str | None
+    why: str
+
+    @property
+    def option(self) -> str:
+        """The option that sets it."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def words(self) -> str:
+        """What is not served, and why."""
+        return f"{self.option}{f' {self.value}' if self.value else ''}: {self.why}"
+
+    def is_meant(self, value: object) -> bool:
+        """Whether the setting is not served if it has this value. An option without a value has an empty text."""
+        return value not in (None, False) and self.value in (None, value)
+
+
+REFUSED_SETTINGS: Final = (
+    RefusedSetting("spec", "speculative_algorithm", None, "speculative decoding is not served"),
+    RefusedSetting(
+        "memory",
+        "hicache_write_policy",
+        "write_back",
+        "SGLang would store the end of a prompt before its beginning, which the daemon does not take, and never again",
+    ),
+    RefusedSetting(
+        "memory",
+        "hicache_host_memory_mode",
+        "buffer_only",
+        "SGLang would ask for pages without naming all those before them, and load none",
+    ),
+    RefusedSetting(
+        "disagg",
+        "disaggregation_decode_enable_offload_kvcache",
+        None,
+        "SGLang would not say which pages are before those that it stores, so that none would be stored",
+    ),
+)
+
 #: When SGLang drops its pages, it ends itself if one of its threads is busy for ten seconds.
 _DEADLINE_MS_MAX: Final = 2000
 

@@ -71,6 +71,7 @@ def test_what_the_guide_starts_has_no_problems() -> None:
     assert not problems(changed(backend_name="mine", interface_v1=True, prefetch_threshold=64))
     assert not problems(changed(kvcached={"run_dir": "/run/./kvcached", "deadline_ms": 500}))
     assert not problems([*GOOD, "--hicache-mem-layout", "layer_first"])
+    assert not problems([*GOOD, "--hicache-write-policy", "write_through", "--dcp-size", "1"])
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,11 @@ def test_what_the_guide_starts_has_no_problems() -> None:
         ([*GOOD, "--hicache-storage-backend", "file"], "is file", "--hicache-storage-backend dynamic"),
         ([*GOOD, "--hicache-mem-layout", "page_head"], "page_head is not served", "page_first"),
         ([*GOOD, "--speculative-algorithm", "EAGLE"], "speculative", "leave out --speculative-algorithm"),
+        ([*GOOD, "--hicache-write-policy", "write_back"], "end of a prompt", "leave out --hicache-write-policy"),
+        ([*GOOD, "--hicache-host-memory-mode=buffer_only"], "load none", "leave out --hicache-host-memory-mode"),
+        ([*GOOD, "--disaggregation-decode-enable-offload-kvcache"], "none would be stored", "leave out --disagg"),
+        ([*GOOD, "--dcp-size", "2"], "decode context parallelism", "leave out --dcp-size"),
+        ([*GOOD, "--decode-context-parallel-size=4"], "decode context parallelism", "leave out --dcp-size"),
         (HIERARCHY, f"{EXTRA} is missing", f"add {EXTRA} '{{"),
         (arguments("{"), "is no JSON object", f"write {EXTRA} '{{"),
         (arguments("[]"), "is no JSON object", f"write {EXTRA} '{{"),
@@ -90,6 +96,8 @@ def test_what_the_guide_starts_has_no_problems() -> None:
         (changed(class_name=None), "class_name is missing", '"class_name": "KvcachedStorage"'),
         (changed(interface_v1=0), "interface_v1 is 0", '"interface_v1": 1'),
         (changed(hicache_storage_pass_prefix_keys=False), "nothing would be stored", 'prefix_keys": true'),
+        (changed(hicache_storage_pass_prefix_keys=1), "prefix_keys is 1", 'prefix_keys": true'),
+        (changed(hicache_storage_pass_prefix_keys=[True]), "prefix_keys is [True]", 'prefix_keys": true'),
         (changed(tp_lcm_size=4), "tp_lcm_size", "leave out tp_lcm_size"),
         (changed(kvcached={"rundir": "/x"}), "rundir", "correct the table kvcached"),
         (changed(kvcached={"deadline_ms": 9000}), "9000", "correct the table kvcached"),
@@ -145,10 +153,34 @@ def test_model_that_is_not_here_is_not_looked_up() -> None:
     assert list(check_model("org/model")) == []
 
 
-@pytest.mark.parametrize(("ranks", "levels"), [("2", []), ("3", ["fail"])])
-def test_ranks_are_compared_with_namespaces(ranks: str, levels: list[str]) -> None:
-    """More ranks than namespaces would push each other out."""
+@pytest.mark.parametrize(
+    ("given", "config", "namespaces"),
+    [
+        ([], {}, 1),
+        (["--tp-size", "3"], {}, 3),
+        (["--tp-size", "2", "--pp-size", "3"], {}, 6),
+        (["--tp", "8", "--dp", "8", "--enable-dp-attention"], {}, 1),
+        (["--tp", "8", "--dp", "2", "--enable-dp-attention", "--pp", "2"], {}, 8),
+        (["--tp", "8", "--pp", "2"], {"kv_lora_rank": 512}, 2),
+        (["--tp", "8", "--attn-cp-size", "2"], {"kv_lora_rank": 512}, 2),
+        (["--tp", "8"], {"kv_lora_rank": 512, "index_topk": 2048}, 2),
+        (["--tp", "2"], {"layer_types": ["full_attention", "sliding_attention"]}, 4),
+        (["--tp", "2"], {"text_config": {"layer_types": ["full_attention", "linear_attention"]}}, 4),
+        (["--tp", "4"], {"kv_lora_rank": 512, "layer_types": ["linear_attention"]}, 5),
+    ],
+)
+def test_namespaces_are_compared_with_what_the_daemon_takes(
+    tmp_path: Path, given: list[str], config: dict[str, Any], namespaces: int
+) -> None:
+    """One for each part of the heads and layers and each pool; with fewer, engines would push each other out."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for most, failures in ((namespaces, 0), (namespaces - 1, 1)):
+        offered = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=most, verify=Verify.ALWAYS)
+        found = list(check_namespaces(str(tmp_path), parse(given), offered))
+        assert [(each.level, f"to {namespaces} or more" in each.fix) for each in found] == [("fail", True)] * failures
+
+
+def test_namespaces_of_models_that_are_not_here_are_counted_by_rank() -> None:
+    """A name of the hub tells nothing about pools and attention."""
     offered = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify=Verify.ALWAYS)
-    findings = list(check_namespaces(parse(["--tp-size", ranks]), offered))
-    assert [finding.level for finding in findings] == levels
-    assert all("namespaces_max" in finding.fix for finding in findings)
+    assert [list(check_namespaces(model, parse(["--tp", "2"]), offered)) for model in ("", "org/model")] == [[], []]
