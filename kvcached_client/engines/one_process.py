@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.errors import DaemonFailure, KvcachedError, RequestError, Stale
+from kvcached_client.errors import DaemonFailure, DaemonSilent, DeadlineExceeded, KvcachedError, RequestError, Stale
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
@@ -98,11 +98,37 @@ class OneProcessSession:
                 return found
             return self.client.match(keys, tokens, full=full)
 
-    def close(self) -> None:
-        """End it. Waits until no thread copies."""
+    def close(self, *, is_answered: bool = True) -> None:
+        """End it. Waits until no thread copies, and for the daemon's reply unless it answers nothing."""
         with self.turn, contextlib.suppress(KvcachedError):
-            self.client.close()
+            if is_answered:
+                self.client.close()
+            else:
+                self.client.hang_up()
         self.shard.close()
+
+
+class Silence:
+    """A daemon that does not answer, for all engines of one process that use it: one waits for it, not each of them.
+
+    Attributes:
+        ends_at_s: when it is asked again, by `time.monotonic`.
+    """
+
+    def __init__(self) -> None:
+        self.ends_at_s = 0.0
+
+    @property
+    def is_now(self) -> bool:
+        """Whether the daemon is left alone."""
+        return time.monotonic() < self.ends_at_s
+
+    def note(self, error: KvcachedError) -> bool:
+        """Whether a failure is that the daemon does not answer; it is left alone then."""
+        is_silent = isinstance(error, (DeadlineExceeded, DaemonSilent))
+        if is_silent:
+            self.ends_at_s = time.monotonic() + RETRY_S
+        return is_silent
 
 
 class OneProcessEngine:
@@ -114,6 +140,7 @@ class OneProcessEngine:
         run_dir: directory of the daemon's sockets; default: `default_run_dir`.
         deadline_ms: limit for one call to the daemon.
         log: where it is written that the daemon is lost or found.
+        silence: of the daemon, if other engines of this process use it as well.
     """
 
     def __init__(
@@ -124,9 +151,11 @@ class OneProcessEngine:
         run_dir: str | os.PathLike[str] | None,
         deadline_ms: int,
         log: logging.Logger,
+        silence: Silence | None = None,
     ) -> None:
         self._identity, self._pages = identity, pages
         self._run_dir, self._deadline_ms, self._log = run_dir, deadline_ms, log
+        self._silence = Silence() if silence is None else silence
         self._instance = new_instance()
         self._session: OneProcessSession | None = None
         self._opening = threading.Lock()
@@ -154,7 +183,7 @@ class OneProcessEngine:
         with self._opening:
             session, self._session = self._session, None
         if session is not None:
-            session.close()
+            session.close(is_answered=not self._silence.is_now)
 
     def _give_up(self, lost: OneProcessSession | None, error: KvcachedError) -> None:
         with self._opening:
@@ -164,19 +193,22 @@ class OneProcessEngine:
             self._retry_at_s = time.monotonic() + RETRY_S
             level = logging.DEBUG if self._is_lost else logging.WARNING
             self._is_lost = True
+            is_answered = not self._silence.note(error)
         self._log.log(
             level, "kvcached: nothing is stored or loaded, and the daemon is tried again every %g s: %s", RETRY_S, error
         )
         if lost is not None:
-            lost.close()
+            lost.close(is_answered=is_answered)
 
     def _reached(self) -> OneProcessSession | None:
-        """The session, opened if there is none.
+        """The session, opened if there is none; none while the daemon does not answer.
 
         Raises:
             KvcachedError: it cannot be opened.
         """
         with self._opening:
+            if self._silence.is_now:
+                return None
             if self._session is None and time.monotonic() >= self._retry_at_s:
                 self._session = self._open()
                 if self._is_lost:
@@ -198,6 +230,6 @@ class OneProcessEngine:
         try:
             shard = OffloadShard.join(client.session, 0, pages, deadline_ms=self._deadline_ms)
         except BaseException:
-            client.close()
+            client.hang_up()
             raise
         return OneProcessSession(client, shard)

@@ -328,6 +328,15 @@ class EngineSession:
         finally:
             self._close_channel()
 
+    def hang_up(self) -> None:
+        """End the session without waiting for the daemon's reply, as after one that did not come. Otherwise `close`."""
+        if not self._is_closed and os.getpid() == self._process_id:
+            self._is_closed = True
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+            self._channel.hang_up()
+        self.close()
+
     def leaving(self) -> Steps[None]:
         """Stop the heartbeats and say goodbye, in steps: the first part of `close`. Does nothing the second time."""
         if not self._is_closed and os.getpid() == self._process_id:
