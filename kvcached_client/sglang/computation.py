@@ -14,7 +14,11 @@ SglangObject: TypeAlias = Any
 
 #: Settings by SGLang's groups of them.
 _SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "features": ("enable_tf32_matmul",),
     "kernel": (
+        "fp4_gemm_runner_backend",
+        "fp8_gemm_runner_backend",
+        "triton_attention_reduce_in_fp32",
         "prefill_kv_cache_dequant_dtype",
         "dsa_prefill_backend",
         "dsa_decode_backend",
@@ -39,7 +43,12 @@ _ENVIRONMENT: Final = (
     "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
     "SGLANG_SIMULATE_UNIFORM_EXPERTS",
     # what attention leaves out, and with how many bits it computes
+    "SGLANG_DISABLE_M3_FP8_ATTN_GEMM",
+    "SGLANG_DISABLE_MSA_V1_Q8KV4",
     "SGLANG_DSA_HIP_DISABLE_PRESHUFFLE",
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD",
+    "SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ",
+    "SGLANG_OPT_MINIMAX_M3_FP8_INDEX_CACHE",
     "SGLANG_ROPE_CACHE_FP32",
     "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
     "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
@@ -48,6 +57,7 @@ _ENVIRONMENT: Final = (
     "FLASHINFER_NVFP4_4OVER6",
     "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
     "SGLANG_CPU_QUANTIZATION",
+    "SGLANG_FORCE_FP8_MARLIN",
     "SGLANG_FORCE_MXFP8_BLOCK_CONVERT",
     "SGLANG_FORCE_MXFP8_BLOCK_CONVERT_DENSE",
     "SGLANG_FP4_IGNORED_LAYERS",
@@ -57,6 +67,7 @@ _ENVIRONMENT: Final = (
     "SGLANG_NPU_ARCH35_REQUANT_BLOCK_FP8",
     "SGLANG_NPU_W4A4_NEW_PACKING",
     "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN",
+    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16",
     "SGLANG_ROCM_DISABLE_LINEARQUANT",
     # how activations are quantized, also on their way to other devices
     "DEEP_NORMAL_MODE_USE_INT8_QUANT",

@@ -27,17 +27,15 @@ _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_upda
 #: After each of these, whatever it returns or raises, weights in memory may be others. They are those of a model
 #: runner: the scheduler's functions of these names call them, but are looked up only when SGLang starts, so that a hook
 #: on them would come too late for a storage that is attached later. Between the first two, a trainer may write weights
-#: from outside.
-_WEIGHTS: Final = tuple(
-    f"{_UPDATER}.{name}"
-    for name in (
-        "begin_weight_update",
-        "end_weight_update",
-        "update_weights_from_disk",
-        "update_weights_from_ipc",
-        "update_weights_from_tensor",
-        "load_weights_from_distributed",
-    )
+#: from outside. The last one, of SGLang's check of such updates, fills weights with noise.
+_WEIGHTS: Final = (
+    f"{_UPDATER}.begin_weight_update",
+    f"{_UPDATER}.end_weight_update",
+    f"{_UPDATER}.update_weights_from_disk",
+    f"{_UPDATER}.update_weights_from_ipc",
+    f"{_UPDATER}.update_weights_from_tensor",
+    f"{_UPDATER}.load_weights_from_distributed",
+    "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors",
 )
 #: Arguments of `_TREE` and `_QUERY` that are used.
 _NODE: Final = "last_host_node_id"

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvcached_client.vllm.identity import CONFIG_IGNORED, MADE_UP, has_scaled_rope
-from kvcached_client.vllm.settings import minor_version
 
 #: (path or name of a model, revision, download directory) -> name and digest of each file; none without weights.
 Content: TypeAlias = Callable[[str, str | None, str | None], list[list[str]]]
@@ -81,6 +80,7 @@ class ModelDescription:
         device: kind of device.
         seed: of weights that are made up.
         version: of SGLang.
+        adapters: name and path of each LoRA adapter that SGLang is started with.
     """
 
     settings: Mapping[str, Any]
@@ -89,6 +89,7 @@ class ModelDescription:
     device: str
     seed: int | None
     version: str
+    adapters: Sequence[tuple[str, str]] = ()
 
     @property
     def path(self) -> str:
@@ -118,11 +119,12 @@ class ModelDescription:
             "config": {name: value for name, value in self.config.items() if name not in CONFIG_IGNORED},
             "dtype": self.dtype,
             "device": self.device,
-            "sglang": minor_version(self.version) or self.version,
+            "sglang": self.version,
             "part": part,
             "context": self.settings.get("context_length") if has_scaled_rope(self.config) else None,
             "weights": [self.seed] if is_made_up else self._weights(content, weights_version),
             "further": self._further(content, weights_version),
+            "adapters": self._adapters(content, weights_version),
             "weights_version": weights_version,
         }
         text = json.dumps(parts, sort_keys=True, default=str)
@@ -165,21 +167,30 @@ class ModelDescription:
     def _further(self, content: Content, weights_version: str) -> list[object]:
         """The content of files that other settings name."""
         named = [(name, str(path)) for name in _FURTHER_FILES if (path := self.settings.get(name))]
-        found: list[object] = []
-        for name, path in named:
-            files = content(path, None, None) if Path(path).exists() else []
-            if not files and not weights_version:
-                raise ValueError(
-                    f"no files of {path} ({name}) are found on this machine, so that others under that name would be "
-                    'taken for these: give a "weights_version", and another one whenever they change'
-                )
-            found.append([name, files or path])
-        return found
+        return [[name, _named_files(name, path, content, weights_version) or path] for name, path in named]
+
+    def _adapters(self, content: Content, weights_version: str) -> list[object]:
+        """The content of adapters. SGLang's page hashes name them by name and path, as they are written."""
+        return [
+            [name, path, _named_files("lora_paths", path, content, weights_version)]
+            for name, path in sorted(self.adapters)
+        ]
 
     def label(self, part: str) -> str:
         """A name for people."""
         name = Path(self.path).name if Path(self.path).exists() else self.path
         return f"{name} {self.dtype} {part}"
+
+
+def _named_files(setting: str, path: str, content: Content, weights_version: str) -> list[list[str]]:
+    """Name and digest of the files that a setting names; none only if a version tells what is in them."""
+    files = content(path, None, None)
+    if not files and not weights_version:
+        raise ValueError(
+            f"no files of {path} ({setting}) are found on this machine, so that others under that name would be "
+            'taken for these: give a "weights_version", and another one whenever they change'
+        )
+    return files
 
 
 def pool_keyspace(keyspace: bytes, name: str, rank: int) -> bytes:

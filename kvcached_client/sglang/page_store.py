@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from kvcached_client.engines.one_process import FETCH_MS, OneProcessEngine, OneProcessSession
 from kvcached_client.offload import PreparedStore
+from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX
 from kvcached_client.types import KEY_SIZE_BYTES
 
 _log: Final = logging.getLogger("sglang.kvcached")
@@ -44,6 +45,10 @@ class Chain(NamedTuple):
         """Pages, with the prefix."""
         return len(self.keys) // KEY_SIZE_BYTES
 
+    def beginning(self, pages: int) -> Chain:
+        """As much of it as a prompt of so many pages has."""
+        return Chain(self.part(0, pages), self.prefix)
+
     def part(self, start: int, stop: int) -> bytes:
         """The keys of pages ``[start, stop)``."""
         return self.keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
@@ -69,6 +74,8 @@ class Patience:
 class PageStore:
     """Pages in the daemon's host pool. Each of SGLang's threads may use it.
 
+    Of a prompt that is longer than a message to the daemon may be, the beginning is stored and found.
+
     Args:
         finder: has the session in which pages are looked up. A look-up waits for storage; copies do not wait for it.
         copier: has the session in which they are copied.
@@ -77,6 +84,8 @@ class PageStore:
 
     def __init__(self, finder: OneProcessEngine, copier: OneProcessEngine, page_size: int) -> None:
         self._finder, self._copier, self._page_size = finder, copier, page_size
+        self._pages_max = min(BLOCKS_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX // page_size)
+        self._has_told_gaps = False
 
     def connect(self) -> None:
         """Connect to the daemon now, which otherwise the first pages do."""
@@ -91,7 +100,7 @@ class PageStore:
 
     def found(self, chain: Chain, patience: Patience) -> int:
         """How many pages behind the prefix are stored, from the first on. Brings them from storage."""
-        found = 0
+        chain, found = chain.beginning(self._pages_max), 0
         with self._finder.guarded() as session:
             if session is not None:
                 tokens = chain.pages * self._page_size
@@ -100,7 +109,7 @@ class PageStore:
 
     def found_in_memory(self, chain: Chain) -> int:
         """As `found`, but brings nothing from storage, and waits for nobody who does."""
-        found = 0
+        chain, found = chain.beginning(self._pages_max), 0
         with self._copier.guarded() as session:
             if session is not None:
                 with session.turn:
@@ -142,8 +151,9 @@ class PageStore:
 
     def load(self, chain: Chain, places: Sequence[int]) -> int:
         """Copy the pages behind the prefix to their places; how many are there now, from the first on."""
+        chain = chain.beginning(self._pages_max)
         with self._copier.guarded() as session:
-            if session is None:
+            if session is None or chain.pages <= chain.prefix:
                 return 0
             tokens = chain.pages * self._page_size
             with session.lease(chain.keys, tokens, full=True, load_from=chain.prefix) as hold:
@@ -162,11 +172,12 @@ class PageStore:
 
     def store(self, chain: Chain, places: Sequence[int]) -> int:
         """Copy the pages behind the prefix from their places; how many are stored now, from the first on."""
-        depth = 0
+        chain, depth = chain.beginning(self._pages_max), 0
         with self._copier.guarded() as session:
-            if session is None:
+            if session is None or chain.pages <= chain.prefix:
                 return 0
-            with session.lease(chain.keys, chain.pages * self._page_size, full=True) as (lease, hit, _, _):
+            tokens, has_passed_over = chain.pages * self._page_size, False
+            with session.lease(chain.keys, tokens, full=True) as (lease, hit, _, _):
                 depth = hit
                 while chain.prefix <= depth < chain.pages:
                     with session.turn:
@@ -175,10 +186,27 @@ class PageStore:
                         break
                     if plan.depth <= depth:
                         break  # the host pool has no room
+                    has_passed_over |= sum(piece.blocks for piece in plan.pieces if piece.start >= depth) < (
+                        plan.depth - depth
+                    )
                     depth = plan.depth
-        if depth < chain.prefix:
-            _log.debug("kvcached: pages of a prompt are not stored, the daemon has %d of its first pages", depth)
+            if depth < chain.prefix:
+                self._tell_gap(depth, chain.prefix)
+            elif has_passed_over:  # for the daemon's write policy, or because another engine stores them
+                with session.turn:
+                    depth = session.client.match(chain.keys, tokens, full=True)
         return max(depth - chain.prefix, 0)
+
+    def _tell_gap(self, depth: int, prefix: int) -> None:
+        level = logging.DEBUG if self._has_told_gaps else logging.WARNING
+        self._has_told_gaps = True
+        _log.log(
+            level,
+            "kvcached: pages of a prompt are not stored, because the daemon has %d of the %d pages before them: it had "
+            "no room for the others or was not there, or SGLang stores with write_back, which is not served",
+            depth,
+            prefix,
+        )
 
     def clear(self) -> bool:
         """Have no engine find what is stored now; False if the daemon cannot be told."""

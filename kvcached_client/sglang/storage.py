@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.srt.runtime_context import get_context, process_model_config
 
-from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine
+from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, Silence
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.sglang import hooks
 from kvcached_client.sglang.computation import computed_with
@@ -26,7 +26,7 @@ from kvcached_client.sglang.glance import Glance
 from kvcached_client.sglang.host_pages import SERVED_POOLS, SIDE_POOLS, pages_of
 from kvcached_client.sglang.identity import FORWARD_HOOKS, ModelDescription, pool_keyspace
 from kvcached_client.sglang.page_store import Chain, PageStore, Patience, chain_of
-from kvcached_client.sglang.settings import OPTION, TESTED_VERSION, read_settings
+from kvcached_client.sglang.settings import OPTION, REFUSED_SETTINGS, TESTED_VERSION, read_settings
 from kvcached_client.sglang.side_pools import SidePool, SidePools, places_of
 
 #: SGLang is untyped here.
@@ -68,6 +68,8 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._calls = 0  # under way
         self._closing: list[PageStore | SidePools] = []  # when no call is under way
         self._knows_prefixes = True
+        self._is_clear_owed = False
+        self._silence = Silence()
         self._glance = Glance()
         if self._model.version != TESTED_VERSION:
             _log.warning(
@@ -174,11 +176,18 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         return bool(self.batch_exists([key]))
 
     def clear(self) -> None:
-        """Have no engine with this model find what is stored now."""
-        with self._in_use() as (pages, side_pools):
-            told = pages is None or all([pages.clear(), side_pools.clear()])
-        if not told:
-            _log.warning("kvcached: nothing was cleared, the daemon does not answer")
+        """Have no engine with this model find what is stored now.
+
+        SGLang reports that as done, whatever becomes of it. So a daemon that cannot be told is told later.
+        """
+        with self._turn:
+            self._is_clear_owed = self._pages is not None and not self._is_cleared()
+            is_owed = self._is_clear_owed
+        if is_owed:
+            _log.warning(
+                "kvcached: nothing is cleared yet, because the daemon does not answer: this SGLang finds nothing until "
+                "it does, and clears then; other engines find what is stored until then"
+            )
 
     def close(self) -> None:
         """End the session; what is stored stays."""
@@ -194,8 +203,10 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         with self._turn:
             if self._pages is not None and self._replacements != self._weights.replacements:
                 self._forget_weights()
+            if self._is_clear_owed:
+                self._is_clear_owed = not self._is_cleared()
             self._calls += 1
-            in_use = self._pages, self._side_pools
+            in_use = (None, self._no_side_pools()) if self._is_clear_owed else (self._pages, self._side_pools)
         try:
             yield in_use
         finally:
@@ -224,6 +235,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._replacements = replacements
 
     def _is_cleared(self) -> bool:
+        """Whether nothing is left of what was stored; false if the daemon does not say so."""
         return self._pages is not None and self._pages.clear() and self._side_pools.clear()
 
     def _leave_pools(self) -> None:
@@ -271,7 +283,12 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         identity = EngineIdentity(f"sglang {self._model.version}", keyspace, label, page_size)
         finder, copier = (
             OneProcessEngine(
-                identity, pages, run_dir=self._settings.run_dir, deadline_ms=self._settings.deadline_ms, log=_log
+                identity,
+                pages,
+                run_dir=self._settings.run_dir,
+                deadline_ms=self._settings.deadline_ms,
+                log=_log,
+                silence=self._silence,
             )
             for _ in range(2)
         )
@@ -322,8 +339,9 @@ def _check(config: SglangObject) -> None:
         raise ValueError(f'add "interface_v1": 1 to {OPTION}')
     if config.should_split_heads:
         raise ValueError("tp_lcm_size is not served: leave it out")
-    if get_context().config_bag("spec").speculative_algorithm is not None:
-        raise ValueError("speculative decoding is not served: leave out --speculative-algorithm")
+    for setting in REFUSED_SETTINGS:
+        if setting.is_meant(getattr(get_context().config_bag(setting.group), setting.name, None)):
+            raise ValueError(f"{setting.words}: leave out {setting.option}")
 
 
 def _described() -> ModelDescription:
@@ -346,6 +364,7 @@ def _described() -> ModelDescription:
         device=device.device,
         seed=device.random_seed,
         version=version("sglang"),
+        adapters=[(each.lora_name, each.lora_path) for each in context.config_bag("lora").lora_paths or ()],
     )
 
 

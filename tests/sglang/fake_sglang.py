@@ -188,6 +188,13 @@ class WeightUpdater:
         return False, "partially updated"
 
 
+class WeightChecker:
+    """Of a model runner: a check of updates, before which it has no right weights."""
+
+    def _reset_tensors(self, skip_tensor_list: list[str] | None = None) -> None:
+        """The weights are noise."""
+
+
 def replace_weights() -> None:
     """By a request that names a folder."""
     assert WeightUpdater().update_weights_from_disk("elsewhere", "auto") == (True, "done")
@@ -227,6 +234,7 @@ def _hooked(original: Callable[..., Any], hook: Callable[..., Any], kind: str) -
 
 FAKES: dict[str, type] = {
     "UnifiedRadixCache": UnifiedRadixCache,
+    "WeightChecker": WeightChecker,
     "WeightUpdater": WeightUpdater,
 }
 
@@ -264,7 +272,13 @@ class FakeSglang:
             ),
             "device": SimpleNamespace(device="cpu", random_seed=1),
             "spec": SimpleNamespace(speculative_algorithm=None),
-            "memory": SimpleNamespace(hicache_storage_backend="dynamic"),
+            "memory": SimpleNamespace(
+                hicache_storage_backend="dynamic",
+                hicache_write_policy="write_through",
+                hicache_host_memory_mode="cache",
+            ),
+            "disagg": SimpleNamespace(disaggregation_decode_enable_offload_kvcache=False),
+            "lora": SimpleNamespace(lora_paths=[]),
             "exec": SimpleNamespace(
                 moe=SimpleNamespace(kt_weight_path=None, kt_num_gpu_experts=None, kt_cpuinfer=None),
                 mamba=SimpleNamespace(mamba_ssm_dtype=None),
@@ -292,6 +306,7 @@ class FakeSglang:
             (UnifiedRadixCache, "prefetch_from_storage"),
             (UnifiedRadixCache, "query_storage_hit_length"),
             (UnifiedRadixCache, "reset"),
+            (WeightChecker, "_reset_tensors"),
             *((WeightUpdater, name) for name in vars(WeightUpdater) if not name.startswith("_")),
         ):
             patch.setattr(fake, method, getattr(fake, method))  # taken back with its hooks
@@ -299,6 +314,7 @@ class FakeSglang:
             "mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage, "PoolTransferResult": PoolTransferResult},
             "mem_cache.unified_radix_cache": {"UnifiedRadixCache": UnifiedRadixCache},
             "model_executor.model_runner_components.weight_updater": {"WeightUpdater": WeightUpdater},
+            "utils.weight_checker": {"WeightChecker": WeightChecker},
             "plugins.hook_registry": {
                 "HookRegistry": HookRegistry,
                 "HookType": SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around"),

@@ -58,6 +58,10 @@ def test_how_experts_and_states_are_computed_makes_another_model(
         ("deterministic", "enable_deterministic_inference", True),
         ("deterministic", "rl_on_policy_target", "fsdp"),
         ("comm", "enable_quant_communications", True),
+        ("kernel", "fp4_gemm_runner_backend", "marlin"),
+        ("kernel", "fp8_gemm_runner_backend", "deep_gemm"),
+        ("kernel", "triton_attention_reduce_in_fp32", True),
+        ("features", "enable_tf32_matmul", True),
     ],
 )
 def test_how_attention_and_sums_are_computed_makes_another_model(
@@ -65,6 +69,7 @@ def test_how_attention_and_sums_are_computed_makes_another_model(
 ) -> None:
     """Another attention backend may leave out a cap or sinks of the model, and sums may be rounded to eight bits."""
     assert found(make) == 0
+    vars(fake.bags["exec"]).setdefault(group, SimpleNamespace())
     setattr(getattr(fake.bags["exec"], group), name, value)
     assert found(make) == 0
     assert found(make) == 2
@@ -84,6 +89,13 @@ def test_only_backends_that_attend_count(make: Make, fake: FakeSglang) -> None:
     [
         ("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0"),
         ("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "1000"),
+        ("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "16384"),
+        ("SGLANG_MINIMAX_M3_INDEX_TOPK_FREQ", "4"),
+        ("SGLANG_OPT_MINIMAX_M3_FP8_INDEX_CACHE", "0"),
+        ("SGLANG_DISABLE_M3_FP8_ATTN_GEMM", "1"),
+        ("SGLANG_DISABLE_MSA_V1_Q8KV4", "1"),
+        ("SGLANG_FORCE_FP8_MARLIN", "1"),
+        ("SGLANG_OPT_HOPPER_BLOCK_FP8_BF16", "0"),
     ],
 )
 def test_variables_that_decide_on_pages_make_another_model(
@@ -181,6 +193,49 @@ def test_further_files_that_are_not_here_need_a_version(make: Make, fake: FakeSg
     with pytest.raises(ValueError, match=r"no files of /nowhere \(kt_weight_path\)"):
         found(make)
     assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
+
+
+def lora(name: str, path: Path | str) -> SimpleNamespace:
+    """As SGLang names an adapter."""
+    return SimpleNamespace(lora_name=name, lora_path=str(path))
+
+
+def test_content_of_adapters_counts(make: Make, fake: FakeSglang, tmp_path: Path) -> None:
+    """SGLang's hashes name an adapter by name and path: what is in its files tells whether it is the same."""
+    (weights_file := tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    (configuration := tmp_path / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    fake.bags["lora"].lora_paths = [lora("sql", tmp_path)]
+    assert [found(make), found(make)] == [0, 2]
+    configuration.write_text('{"lora_alpha": 32}')
+    assert found(make) == 0
+    weights_file.write_bytes(b"2")
+    assert found(make) == 0
+    fake.bags["lora"].lora_paths = [lora("code", tmp_path)]
+    assert found(make) == 0
+
+
+def test_adapters_that_are_not_here_need_a_version(make: Make, fake: FakeSglang, run_dir: Path) -> None:
+    """Nobody knows what is in them, unless a version tells."""
+    fake.bags["lora"].lora_paths = [lora("sql", "/nowhere")]
+    with pytest.raises(ValueError, match=r"no files of /nowhere \(lora_paths\)"):
+        found(make)
+    assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "/nowhere", "-model"])
+def test_names_that_the_hub_refuses_need_a_version(make: Make, fake: FakeSglang, run_dir: Path, name: str) -> None:
+    """What can be no name of the hub is a model that is not here, and no failure of its own."""
+    fake.bags["model"].model_path = name
+    with pytest.raises(ValueError, match=r"no weight files of .* give a \"weights_version\""):
+        found(make)
+    assert of_version(make, run_dir, "1") == 0
+
+
+def test_every_version_of_sglang_has_its_own_pages(make: Make, fake: FakeSglang) -> None:
+    """The next version may compute otherwise with the same settings."""
+    assert [found(make), found(make)] == [0, 2]
+    fake.version = "0.5.24"
+    assert found(make) == 0
 
 
 @pytest.mark.parametrize(

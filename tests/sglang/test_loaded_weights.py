@@ -19,6 +19,7 @@ from tests.sglang.fake_sglang import (
     FakeSglang,
     MHATokenToKVPoolHost,
     UnifiedRadixCache,
+    WeightChecker,
     WeightUpdater,
     behind,
     hashes,
@@ -36,6 +37,7 @@ UPDATES: list[Update] = [
     lambda updater: updater.update_weights_from_ipc("request"),
     lambda updater: updater.update_weights_from_tensor([]),
     lambda updater: updater.load_weights_from_distributed([]),
+    lambda _: WeightChecker()._reset_tensors(),
 ]
 
 

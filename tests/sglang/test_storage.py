@@ -14,10 +14,12 @@ from kvcached_client.engines import one_process
 from kvcached_client.engines.one_process import OneProcessSession
 from kvcached_client.offload import OffloadClient
 from kvcached_client.offload_shard import OffloadShard
-from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX
+from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX
 from kvcached_client.sglang import glance
 from kvcached_client.sglang.host_pages import pages_of
+from kvcached_client.sglang.page_store import PageStore
 from tests.project.daemon_process import running_daemon
+from tests.sglang import fake_sglang
 from tests.sglang.conftest import CONFIG, Make
 from tests.sglang.fake_sglang import (
     FakeSglang,
@@ -126,6 +128,23 @@ def test_clear_is_for_all(make: Make) -> None:
     assert first.batch_exists(keys) == 0
     assert first.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
     assert second.batch_exists(keys) == 2
+
+
+def test_clear_that_nobody_hears_is_made_up_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang finds nothing until the daemon has been told, as it reports to the user that everything was cleared."""
+    keys, storage = hashes(2), make(MHATokenToKVPoolHost())
+    storage.batch_set_v1(keys, places(0, 1), behind())
+    with monkeypatch.context() as patch:
+        patch.setattr(PageStore, "clear", lambda _: False)
+        storage.clear()
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_set_v1(keys, places(0, 1), behind()) == [False, False]
+    assert caplog.text.count("nothing is cleared yet") == 1
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys, places(0, 1), behind()) == [True, True]
+    assert storage.batch_exists(keys) == 2
 
 
 def test_sglang_asks_with_whole_prefixes(make: Make) -> None:
@@ -247,8 +266,47 @@ def test_refused_request_keeps_the_session(make: Make) -> None:
     """A request that the daemon refuses is a miss, and the next one is served at once."""
     keys, storage = hashes(2), make(MHATokenToKVPoolHost())
     storage.batch_set_v1(keys, places(0, 1), behind())
+    storage._pages._pages_max += 1
     assert storage.batch_exists(hashes(BLOCKS_PER_MESSAGE_MAX + 1)) == 0
     assert storage.batch_exists(keys) == 2
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_long_prompts_find_their_beginning(make: Make, monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
+    """Of a prompt with more pages or more tokens than a message may have, what a message has room for is served."""
+    monkeypatch.setattr(fake_sglang, "PAGE_SIZE", page_size)
+    served = min(BLOCKS_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX // page_size)
+    keys, storage = hashes(served + 10), make(MHATokenToKVPoolHost())
+    three = places(0, 1, 2, size=page_size)
+    assert storage.batch_set_v1(keys[:3], three, behind()) == [True] * 3
+    assert storage.batch_exists(keys) == 3
+    assert storage.batch_exists(keys[2:], behind(*keys[:2])) == 1
+    assert storage.batch_get_v1(keys, places(*range(served + 10), size=page_size), behind())[:4] == [*[True] * 3, False]
+    for call in (storage.batch_set_v1, storage.batch_get_v1):
+        assert call(keys[-3:], three, behind(*keys[:-3])) == [False] * 3
+
+
+@pytest.mark.parametrize("policy", ["write_through_selective", "never"])
+def test_pages_that_the_daemon_does_not_copy_are_not_stored(make: Make, tmp_path: Path, policy: str) -> None:
+    """SGLang is told which pages are stored, and not which the daemon has seen and left out for its policy."""
+    config = tmp_path / "policy.toml"
+    config.write_text(f'{CONFIG.read_text()}write_policy = "{policy}"\n')
+    keys, pool = hashes(4), places(0, 1, 2, 3)
+    with running_daemon(config, tmp_path / "run"):
+        storage = make(MHATokenToKVPoolHost(), tmp_path / "run")
+        assert storage.batch_set_v1(keys, pool, behind()) == [False] * 4
+        again = storage.batch_set_v1(keys, pool, behind())
+        assert again == [policy == "write_through_selective"] * 4
+        assert storage.batch_exists(keys) == sum(again)
+
+
+def test_gap_before_pages_is_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """If SGLang stores ends before beginnings, which it may be told while it runs, one warning says why none stays."""
+    keys, storage = hashes(4), make(MHATokenToKVPoolHost())
+    for page in (3, 2, 1):
+        assert storage.batch_set_v1(keys[page : page + 1], places(page), behind(*keys[:page])) == [False]
+    (record,) = [each for each in caplog.records if "has 0 of the 3 pages before them" in each.message]
+    assert (record.levelno, "write_back" in record.message) == (logging.WARNING, True)
 
 
 def test_no_room_is_told(make: Make, tmp_path: Path) -> None:
@@ -278,18 +336,35 @@ def test_configurations_that_cannot_work_are_refused(make: Make, extra: dict[str
         make(MHATokenToKVPoolHost(), extra_config=extra)
 
 
+@pytest.mark.parametrize(
+    ("group", "name", "value", "words"),
+    [
+        ("spec", "speculative_algorithm", "EAGLE", "leave out --speculative-algorithm"),
+        ("memory", "hicache_write_policy", "write_back", "leave out --hicache-write-policy"),
+        ("memory", "hicache_host_memory_mode", "buffer_only", "leave out --hicache-host-memory-mode"),
+        (
+            *("disagg", "disaggregation_decode_enable_offload_kvcache", True),
+            "leave out --disaggregation-decode-enable-offload-kvcache",
+        ),
+    ],
+)
+def test_settings_with_which_nothing_is_found_are_refused(
+    make: Make, fake: FakeSglang, group: str, name: str, value: object, words: str
+) -> None:
+    """SGLang does not start with settings with which it would store for nothing, and its log names the option."""
+    setattr(fake.bags[group], name, value)
+    with pytest.raises(ValueError, match=words):
+        make(MHATokenToKVPoolHost())
+
+
 def test_models_that_cannot_be_served_are_refused(make: Make, fake: FakeSglang) -> None:
-    """Speculative decoding, other pools and layouts, and weights nobody can identify."""
+    """Other pools and layouts, and weights nobody can identify."""
     with pytest.raises(ValueError, match="page_head is not served"):
         make(MHATokenToKVPoolHost(layout="page_head"))
     with pytest.raises(ValueError, match="too small"):
         make(MHATokenToKVPoolHost(pages=2))
     with pytest.raises(ValueError, match="FakePool is not served"):
         make(type("FakePool", (MHATokenToKVPoolHost,), {})())
-    fake.bags["spec"].speculative_algorithm = "EAGLE"
-    with pytest.raises(ValueError, match="speculative decoding"):
-        make(MHATokenToKVPoolHost())
-    fake.bags["spec"].speculative_algorithm = None
     fake.bags["model"].model_path = "org/model"
     with pytest.raises(ValueError, match="no weight files of org/model"):
         make(MHATokenToKVPoolHost())
