@@ -364,8 +364,13 @@ def _described() -> ModelDescription:
         device=device.device,
         seed=device.random_seed,
         version=version("sglang"),
-        adapters=[(each.lora_name, each.lora_path) for each in context.config_bag("lora").lora_paths or ()],
+        adapters=_adapters(context.config_bag("lora")),
     )
+
+
+def _adapters(settings: SglangObject) -> list[tuple[str, str]]:
+    """Name and path of each adapter. If adapters are switched off, SGLang leaves them as they are written, unused."""
+    return [(each.lora_name, each.lora_path) for each in settings.lora_paths or ()] if settings.enable_lora else []
 
 
 def _part_label(config: SglangObject) -> str:

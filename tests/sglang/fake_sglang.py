@@ -278,7 +278,7 @@ class FakeSglang:
                 hicache_host_memory_mode="cache",
             ),
             "disagg": SimpleNamespace(disaggregation_decode_enable_offload_kvcache=False),
-            "lora": SimpleNamespace(lora_paths=[]),
+            "lora": SimpleNamespace(enable_lora=True, lora_paths=[]),
             "exec": SimpleNamespace(
                 moe=SimpleNamespace(kt_weight_path=None, kt_num_gpu_experts=None, kt_cpuinfer=None),
                 mamba=SimpleNamespace(mamba_ssm_dtype=None),

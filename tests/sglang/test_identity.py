@@ -214,6 +214,13 @@ def test_content_of_adapters_counts(make: Make, fake: FakeSglang, tmp_path: Path
     assert found(make) == 0
 
 
+def test_adapters_that_are_not_loaded_do_not_count(make: Make, fake: FakeSglang) -> None:
+    """If adapters are switched off, SGLang leaves their paths as they are written, and loads none."""
+    assert found(make) == 0
+    fake.bags["lora"].enable_lora, fake.bags["lora"].lora_paths = False, ["sql=/nowhere"]
+    assert found(make) == 2
+
+
 def test_adapters_that_are_not_here_need_a_version(make: Make, fake: FakeSglang, run_dir: Path) -> None:
     """Nobody knows what is in them, unless a version tells."""
     fake.bags["lora"].lora_paths = [lora("sql", "/nowhere")]
