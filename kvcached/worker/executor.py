@@ -87,6 +87,9 @@ class Executor:
         carry_out: called in the thread of a lane; returns the corrupt blocks of a load.
         report: likewise, or by the last of the threads for a `Shutdown`. An error that it raises ends the executor.
         ended: called once, in one of the threads, when no further request will be carried out.
+
+    Attributes:
+        device_error: by which the device has failed; None while it works.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Executor:
         self._carry_out = carry_out
         self._report = report
         self._ended = ended
+        self.device_error: DeviceError | None = None
         self._changed = threading.Condition()
         # Guarded by the condition. In the lanes wait at most REQUESTS_IN_FLIGHT_MAX.
         self._stores = Lane()
@@ -141,10 +145,10 @@ class Executor:
     def _run(self, lane: Lane) -> None:
         try:
             while (request := self._next(lane)) is not None:
-                done, device_failed = self._outcome(request)
+                done = self._outcome(request)
                 failpoint("worker.ack")
                 self._report(done)
-                if device_failed:
+                if self.device_error is not None:
                     self._end()
         except OSError as error:
             _log.error("cannot report: %s", error)
@@ -161,16 +165,18 @@ class Executor:
                 self._changed.wait()
             return lane.take() if lane and not self._is_over else None
 
-    def _outcome(self, request: Request) -> tuple[Done, bool]:
-        """The report, and whether the device has failed."""
+    def _outcome(self, request: Request) -> Done:
+        """The report. Notes where the device has failed."""
         corrupt: tuple[int, ...] = ()
         try:
             if isinstance(request.work, Store | Load | Probe):
                 corrupt = self._carry_out(request.work)
         except Exception as error:  # noqa: BLE001  whatever went wrong, the daemon waits for an answer
             _log.exception("request %d failed", request.sequence)
-            return failed(request, error), isinstance(error, DeviceError)
-        return Done(sequence=request.sequence, corrupt=corrupt), False
+            if isinstance(error, DeviceError):
+                self.device_error = self.device_error or error
+            return failed(request, error)
+        return Done(sequence=request.sequence, corrupt=corrupt)
 
     def _leave(self) -> None:
         """A lane's thread ends. The last one carries out the shutdown."""

@@ -10,3 +10,5 @@ REFUSED: Final = 3
 DEVICE_LOST: Final = 4
 #: Of a worker: the device works, and does not know the memory that was kept.
 MEMORY_GONE: Final = 5
+#: Of a worker that was ready: its device has failed at a copy, and does nothing more for this process.
+DEVICE_FAILED: Final = 6

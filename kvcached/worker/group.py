@@ -19,6 +19,7 @@ from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import HostMemory
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX
 from kvcached.process.child import ChildProcess
+from kvcached.worker.exits import DEVICE_FAILED
 from kvcached.worker.messages import (
     REPLY_SIZE_BYTES_MAX,
     Done,
@@ -167,9 +168,14 @@ class WorkerProcess(ChildProcess[Report]):
             async with asyncio.timeout(deadline_s):
                 is_ready = await asyncio.shield(self._ready)
         except TimeoutError:
-            raise self._failure(ErrorCode.DEADLINE, f"was not ready within {deadline_s:g} s") from None
+            fix = "if its log names no fault, allow more time: worker_ready_deadline_ms in the configuration"
+            raise self._failure(ErrorCode.DEADLINE, f"was not ready within {deadline_s:g} s", fix) from None
         if not is_ready or not self.is_alive:
             raise self._failure(ErrorCode.WORKER_LOST, f"{self.ending()} before it was ready")
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        return "ended, as its device has failed" if self.status == DEVICE_FAILED else super().ending()
 
     def _on_report(self, report: Report) -> None:
         match report:
@@ -186,14 +192,14 @@ class WorkerProcess(ChildProcess[Report]):
         else:
             self._on_loss(f"{self.name} {self.ending()}", self._end_of_log())
 
-    def _failure(self, code: ErrorCode, what: str) -> RequestError:
-        return request_error(
-            code, f"{self.name} {what}; {self._end_of_log()}", "correct what its log names, then start again"
-        )
+    def _failure(
+        self, code: ErrorCode, what: str, fix: str = "correct what its log names, then start again"
+    ) -> RequestError:
+        return request_error(code, f"{self.name} {what}; {self._end_of_log()}", fix)
 
     def _end_of_log(self) -> str:
         lines = self.log_tail()
-        return "\n".join([f"{self._path}.log ends:", *lines]) if lines else f"its log {self._path}.log is empty"
+        return "\n".join([f"its log {self._path}.log ends:", *lines]) if lines else f"its log {self._path}.log is empty"
 
 
 class WorkerGroup:

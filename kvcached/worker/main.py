@@ -11,13 +11,13 @@ import os
 import socket
 import sys
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
 from kvcached.process.seqpacket import send, wait_packet
 from kvcached.worker.executor import Executor, NotTaken
-from kvcached.worker.exits import DEVICE_LOST, MEMORY_GONE
+from kvcached.worker.exits import DEVICE_FAILED, DEVICE_LOST, MEMORY_GONE
 from kvcached.worker.messages import (
     DESCRIPTORS_MAX,
     MESSAGE_SIZE_BYTES_MAX,
@@ -40,6 +40,13 @@ _EXIT_STARTUP: Final = 3
 _log: Final = logging.getLogger(__name__)
 
 
+class Ending(NamedTuple):
+    """Why a worker has nothing more to do, and its exit status."""
+
+    reason: str
+    status: int = 0
+
+
 class Serving:
     """Reads the daemon's requests and hands them to an executor, which reports them.
 
@@ -54,8 +61,14 @@ class Serving:
         self._sequence = 0
         self._executor = Executor(shard.carry_out, self._report, self._hang_up)
 
-    def run(self) -> str:
+    def run(self) -> Ending:
         """Serve until nothing more is to be done; returns why."""
+        reason = self._served()
+        if (error := self._executor.device_error) is not None:  # it has hung up, which looks as if the daemon had
+            return Ending(f"the device has failed, only another process can use it: {error}", DEVICE_FAILED)
+        return Ending(reason)
+
+    def _served(self) -> str:
         self._executor.start()
         try:
             send(self._connection, encode(Ready()))
@@ -131,10 +144,10 @@ def _exit_status(error: Exception) -> int:
 
 def serve(serving: Serving) -> NoReturn:
     """Carry out requests. A copy that is under way when the daemon goes away ends with the process."""
-    reason = serving.run()
-    _log.info("ending: %s", reason)
+    ending = serving.run()
+    _log.log(logging.ERROR if ending.status else logging.INFO, "ending: %s", ending.reason)
     logging.shutdown()
-    os._exit(0)
+    os._exit(ending.status)
 
 
 if __name__ == "__main__":

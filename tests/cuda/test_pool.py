@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from kvcached_client import Admin
 from kvcached_client.protocol.reports import HealthPart, HostRegistration
 from tests.cuda.conftest import ROOT
+from tests.cuda.test_copy_process import wait_until
 from tests.cuda_driver import trace
 from tests.cuda_driver.device import live_granules, settings
 from tests.daemon.conftest import CONFIG
@@ -146,6 +148,20 @@ def test_addresses_stay_while_worker_and_daemon_are_replaced(on_device: OnDevice
         assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
     with ended(on_device.engine()) as engine:
         assert {engine.ask(f"look {number}") for number in range(6)} == {WHOLE}
+
+
+def test_worker_whose_device_has_failed_says_so(use_device: Callable[..., None], device: Path, tmp_path: Path) -> None:
+    """Its last line of log is one error that names what the driver said, and the daemon tells of no other end."""
+    use_device(faults="launch_failure=@6")
+    with supervised(tmp_path, ON_DEVICE + HOST, pause_min_s=0.01, pause_max_s=0.01) as daemon:
+        on_device = OnDevice(daemon, device, tmp_path / "trace")
+        with ended(on_device.engine()) as engine:
+            prompts(engine, range(8))
+        log = Path(f"{daemon.run_dir}/worker-default-0.log")
+        wait_until(lambda: " ending: " in log.read_text())
+        (line,) = (each for each in log.read_text().splitlines() if " ending: " in each)
+        assert re.fullmatch(r".* ERROR ending: the device has failed, .*: cu\w+: CUDA_ERROR_LAUNCH_FAILED", line)
+        wait_until(lambda: "worker default/0 ended, as its device has failed" in daemon.log)
 
 
 def test_registered_share_of_the_host_pool_is_told(on_device: OnDevice) -> None:

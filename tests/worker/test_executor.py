@@ -264,6 +264,7 @@ def test_executor_ends_when_its_device_has_failed() -> None:
     assert running.acks.empty()
     gate.set()
     assert running.acks.get(timeout=PATIENCE_S) == Done(sequence=0)
+    assert str(running.stream.device_error) == "CUDA_ERROR_LAUNCH_FAILED"
     for thread in threading.enumerate():
         if thread.name == "stores":
             thread.join(PATIENCE_S)

@@ -52,6 +52,7 @@ def test_start_fails_when_a_worker_is_never_ready(run: RunLoop, run_dir: str, mo
 
         assert caught.value.code is ErrorCode.DEADLINE
         assert "worker default/0 was not ready within 1 s" in caught.value.message
+        assert "worker_ready_deadline_ms" in caught.value.fix
         assert caught.value.message.endswith("ends:\npondering")
 
     run(main())

@@ -2,8 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached.worker.lifecycle import BREAKER_LOSSES, IllegalTransition, Lifecycle, WorkersState, restart_pauses
+from kvcached.worker.lifecycle import (
+    BREAKER_LOSSES,
+    FailedStarts,
+    IllegalTransition,
+    Lifecycle,
+    WorkersState,
+    restart_pauses,
+)
 from kvcached.worker.lifecycle import breaker as new_breaker
+from kvcached_client.errors import ErrorCode, request_error
 
 S = WorkersState
 
@@ -53,6 +61,29 @@ def test_what_cannot_follow_is_refused(path: tuple[WorkersState, ...]) -> None:
     with pytest.raises(IllegalTransition, match=f"replica default: {before.value} to {path[-1].value}"):
         lifecycle.go(path[-1])
     assert lifecycle.state is before
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ("worker a/0 ended with status 3; its log /x.log ends:\n1 INFO device\n2 ERROR no memory", "no memory"),
+        ("worker a/0 was ended by SIGKILL; its log /x.log ends:\n1 INFO device", "worker a/0 was ended by SIGKILL"),
+        ("worker a/0 was not ready within 1 s; its log /x.log is empty", "worker a/0 was not ready within 1 s"),
+    ],
+)
+def test_failed_start_is_told_by_an_error_of_the_worker_or_by_its_end(message: str, why: str) -> None:
+    """The last line of the log says why only if it is an error; one that was killed has logged of something else."""
+    starts = FailedStarts()
+    starts.add(request_error(ErrorCode.WORKER_LOST, message, "start again"), is_memory_gone=False)
+    assert starts.why.split("; its log")[0] == why
+    assert not starts.why.endswith(":")
+
+
+def test_failed_start_without_a_message_is_told_by_its_kind() -> None:
+    """An error with an empty text does not break the restarts."""
+    starts = FailedStarts()
+    starts.add(OSError(), is_memory_gone=False)
+    assert starts.why == "OSError"
 
 
 def test_back_off_doubles_and_begins_anew_after_health() -> None:
