@@ -97,12 +97,12 @@ class Device:
         """The memory node of the machine that is closest to the device; -1 = unknown, as to drivers before CUDA 12.2.
 
         Raises:
-            CudaFailure: the driver refused for another reason.
+            CudaFailure: the device is lost. Whatever else the driver refuses, it is no reason to do without the device.
         """
         try:
             return self.attribute("HOST_NUMA_ID")
         except CudaFailure as error:
-            if error.result != "CUDA_ERROR_INVALID_VALUE":
+            if error.is_lost:
                 raise
             return -1
 

@@ -68,6 +68,9 @@ _LOST_RESULTS: Final = frozenset(
     f"CUDA_ERROR_{each}"
     for each in ("UNKNOWN", "DEVICE_UNAVAILABLE", "ECC_UNCORRECTABLE", "HARDWARE_STACK_ERROR", "SYSTEM_NOT_READY")
 )
+#: A device that only one process may use, or none. Engine and worker are two, and so are engine and copy process.
+UNAVAILABLE: Final = "CUDA_ERROR_DEVICE_UNAVAILABLE"
+UNAVAILABLE_FIX: Final = "set the compute mode that lets several processes use the device: nvidia-smi -c DEFAULT"
 _UNKNOWN_COPY: Final = ctypes.c_size_t(-1).value
 
 
@@ -80,7 +83,8 @@ class CudaFailure(DeviceError):
     """
 
     def __init__(self, call: str, result: str, detail: str = "") -> None:
-        super().__init__(f"{call}: {result}{detail}")
+        fix = f" ({UNAVAILABLE_FIX})" if result == UNAVAILABLE else ""
+        super().__init__(f"{call}: {result}{detail}{fix}")
         self.call = call
         self.result = result
         self.is_lost = result in _LOST_RESULTS

@@ -18,7 +18,7 @@ from kvcached_client.blocks.mapping import huge_pages
 from kvcached_client.blocks.pages import LayerPages
 from kvcached_client.cuda.copier import CudaCopier
 from kvcached_client.cuda.device import Device
-from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
+from kvcached_client.cuda.driver import UNAVAILABLE, UNAVAILABLE_FIX, CudaFailure, CudaMissing, Driver
 from kvcached_client.cuda.engine_pool import EnginePoolMemory
 from kvcached_client.cuda.rows import ROWS_MIN
 from kvcached_client.doctor.checks import Finding
@@ -31,6 +31,12 @@ _COPY_ENGINES_MIN: Final = 2
 _PAGES_BYTES: Final = (4 << 10, 16 << 10, 32 << 10)
 _LAYERS: Final = ROWS_MIN
 _BLOCKS: Final = 64
+#: What compute modes of a device let processes do, but the default one.
+_COMPUTE_MODES: Final = {
+    1: "exclusive thread: only one thread of one process may use the device",
+    2: "prohibited: no process may use the device",
+    3: "exclusive process: only one process at a time may use the device, and engine and copies are several",
+}
 #: So that there is more than one piece of scratch memory.
 _REPLACED_GRANULES: Final = 3
 
@@ -66,6 +72,7 @@ def _missing(error: CudaMissing | CudaFailure) -> Finding:
 
 def _device(driver: Driver, ordinal: int) -> Iterator[Finding]:
     try:
+        yield _compute_mode(driver, ordinal)
         with ExitStack() as parts:
             device = Device(driver, ordinal)
             parts.callback(device.close)
@@ -77,7 +84,19 @@ def _device(driver: Driver, ordinal: int) -> Iterator[Finding]:
                 except CudaFailure as error:
                     yield Finding(_name(device, check), "fail", str(error), fix)
     except (CudaMissing, CudaFailure) as error:  # also where what the checks made cannot be given back
-        yield Finding(f"device {ordinal}", "fail", str(error), "check nvidia-smi: the device may be lost")
+        is_unavailable = isinstance(error, CudaFailure) and error.result == UNAVAILABLE
+        fix = UNAVAILABLE_FIX if is_unavailable else "check nvidia-smi: the device may be lost"
+        yield Finding(f"device {ordinal}", "fail", str(error), fix)
+
+
+def _compute_mode(driver: Driver, ordinal: int) -> Finding:
+    """How many processes may use the device; asked before this one does."""
+    attribute = driver.names.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+    mode = int(driver.call("cuDeviceGetAttribute", attribute, driver.call("cuDeviceGet", ordinal)))
+    name = f"device {ordinal}: compute mode"
+    if not mode:
+        return Finding(name, "ok", "default: several processes may use the device")
+    return Finding(name, "fail", _COMPUTE_MODES.get(mode, str(mode)), UNAVAILABLE_FIX)
 
 
 def _name(device: Device, check: Callable[..., object]) -> str:

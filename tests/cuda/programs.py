@@ -276,7 +276,7 @@ def missing(ordinal: int) -> str:
     """What opening a device raises."""
     try:
         Device(Driver(), ordinal).close()
-    except CudaMissing as error:
+    except (CudaFailure, CudaMissing) as error:
         return str(error)
     return ""
 

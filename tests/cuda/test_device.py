@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
-from kvcached_client.cuda.driver import CudaMissing, Driver
+from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from tests.cuda.conftest import RunProgram
 from tests.cuda_driver.trace import broken_rules
 
@@ -38,6 +41,25 @@ def test_refusals_name_the_call_and_the_result(run_program: RunProgram) -> None:
 def test_device_that_does_not_exist(run_program: RunProgram) -> None:
     """An ordinal beyond the devices is refused with how many there are."""
     assert run_program("missing", 3, devices=2).said.startswith("device 3 of 2 (")
+
+
+def test_device_that_several_processes_may_not_use(run_program: RunProgram) -> None:
+    """Where the compute mode gives no further process a context, the error names the command that changes it."""
+    assert run_program("missing", 0, compute_mode=2).said == (
+        "cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE "
+        "(set the compute mode that lets several processes use the device: nvidia-smi -c DEFAULT)"
+    )
+
+
+@pytest.mark.parametrize("result", ["INVALID_VALUE", "NOT_SUPPORTED", "NOT_PERMITTED"])
+def test_refused_memory_node_is_unknown(result: str) -> None:
+    """A driver that does not tell the memory node is no reason to do without the device; a lost device is."""
+    device = object.__new__(Device)
+    with mock.patch.object(Device, "attribute", side_effect=CudaFailure("call", f"CUDA_ERROR_{result}")):
+        assert device.host_node() == -1
+    lost = CudaFailure("call", "CUDA_ERROR_UNKNOWN")
+    with mock.patch.object(Device, "attribute", side_effect=lost), pytest.raises(CudaFailure):
+        device.host_node()
 
 
 def test_pool_on_a_device_that_the_process_does_not_see(run_program: RunProgram) -> None:

@@ -41,7 +41,7 @@ def test_machine_that_can_do_everything(library: Path, device: Path) -> None:
     assert code == 0
     assert {level for level, _ in found.values()} == {"ok"}
     mechanisms = {"shared memory", "replaced memory", "scattered copies", "copy engines", "host registration"}
-    mechanisms |= {"stream values"}
+    mechanisms |= {"stream values", "compute mode"}
     assert mechanisms == {name.partition(": ")[2] for name in found if name.startswith("device 1: ")}
     assert found["device 1: host registration"][1].endswith("; memory node 1")
     assert live_granules(device) == 0
@@ -67,6 +67,19 @@ def test_refused_mechanism(library: Path, device: Path, fault: str, broken: set[
     failed = {name: text for name, (level, text) in found.items() if level == "fail"}
     assert set(failed) == {f"device 0: {each}" for each in broken}
     assert all("CUDA_ERROR_" in text for text in failed.values())
+
+
+@pytest.mark.parametrize(("mode", "words"), [(2, "prohibited: no process"), (3, "exclusive process: only one process")])
+def test_device_that_several_processes_may_not_use(library: Path, device: Path, mode: int, words: str) -> None:
+    """A compute mode but the default one is named, with the command that changes it, though this process got in."""
+    code, found = doctor(library, device, compute_mode=mode)
+
+    assert code == 1
+    assert found["device 0: compute mode"][0] == "fail"
+    assert found["device 0: compute mode"][1].startswith(words)
+    level, text = found["device 0"]
+    assert level == ("ok" if mode == 3 else "fail")
+    assert ("nvidia-smi -c DEFAULT" in text) == (mode == 2)
 
 
 def test_old_driver_is_a_warning(library: Path, device: Path) -> None:

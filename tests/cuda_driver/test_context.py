@@ -32,6 +32,17 @@ def test_context_must_be_current(load_driver: StartDriver) -> None:
     assert peek(driver.memory()) == b"\xdb"
 
 
+def test_compute_mode_says_how_many_processes_have_a_context(start_driver: StartDriver) -> None:
+    """In the mode of one process the next one gets its context when the first has given it up, and else never."""
+    first = start_driver(compute_mode=3)
+    with pytest.raises(CudaError, match="CUDA_ERROR_DEVICE_UNAVAILABLE"):
+        start_driver(compute_mode=3)
+    first.call("cuDevicePrimaryCtxRelease_v2", 0)
+    start_driver(compute_mode=3)
+    with pytest.raises(CudaError, match="CUDA_ERROR_DEVICE_UNAVAILABLE"):
+        start_driver(compute_mode=2)
+
+
 def test_context_is_per_thread_stack(driver: Driver) -> None:
     """A context that is popped is no longer current, and the one below it is."""
     context = c_void_p()

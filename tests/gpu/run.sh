@@ -11,9 +11,9 @@
 #
 # Results go to DIRECTORY (default build/gpu): a JSON file and a log of each step; the last lines say what failed.
 # GPU_LIMIT_S is when the script gives up (default 580 seconds), GPU_MIB how much memory the checks copy (default 1024),
-# GPU_ROUNDS the rounds of the benchmark (default 20), GPU_FILLS how busy an engine is before copies (default 1000),
-# GPU_WARM_FILLS how much a stream has to do when its engine is killed (default 20000), GPU_STEPS which steps to run, by
-# name (default all but vllm-answers and vllm-speed, which need vLLM).
+# GPU_ROUNDS the rounds of the benchmark (default 20, at least 10), GPU_FILLS how busy an engine is before copies
+# (default 1000), GPU_WARM_FILLS how much a stream has to do when its engine is killed (default 20000), GPU_STEPS which
+# steps to run, by name (default all but vllm-answers and vllm-speed, which need vLLM).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}

@@ -23,6 +23,8 @@ static int attribute(int which, int physical) {
         return 1; // GPU_OVERLAP, CONCURRENT_KERNELS
     case 16:
         return 132; // MULTIPROCESSOR_COUNT
+    case 20:
+        return settings.compute_mode; // COMPUTE_MODE
     case 33:
         return physical + 1; // PCI_BUS_ID
     case 40:

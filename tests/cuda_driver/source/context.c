@@ -39,6 +39,9 @@ static CUresult retain(CUcontext *context, CUdevice device) {
     if (!device_valid(device)) return refuse(CUDA_ERROR_INVALID_DEVICE, "this process sees no device %d", device);
     if (device_is_lost(device_physical(device)))
         return refuse(CUDA_ERROR_UNKNOWN, "device %d has fallen off the bus", device);
+    if (!device_claim(device_physical(device)))
+        return refuse(CUDA_ERROR_DEVICE_UNAVAILABLE, "the compute mode %d of device %d gives this process no context",
+                      settings.compute_mode, device);
     primaries[device].device = device;
     primaries[device].alive = true;
     primaries[device].references++;
@@ -52,6 +55,7 @@ static void destroy(Context *context) {
     context->life++;
     streams_abandon(context);
     allocations_drop(device_physical(context->device));
+    device_unclaim(device_physical(context->device));
     host_regions_clear();
 }
 

@@ -113,6 +113,28 @@ uint64_t device_used_granules(int physical) {
     return used;
 }
 
+static int claims[MAX_DEVICES]; // descriptors of files whose lock the kernel drops with the process; 0 = none
+
+bool device_claim(int physical) {
+    if (settings.compute_mode == COMPUTE_DEFAULT || claims[physical] > 0) return true;
+    char name[32], path[600];
+    snprintf(name, sizeof name, "claim-%d", physical);
+    device_file_path(name, path, sizeof path);
+    int descriptor = settings.compute_mode == COMPUTE_PROHIBITED ? -1 : open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (descriptor < 0) return false;
+    if (flock(descriptor, LOCK_EX | LOCK_NB) != 0) {
+        close(descriptor);
+        return false;
+    }
+    claims[physical] = descriptor;
+    return true;
+}
+
+void device_unclaim(int physical) {
+    if (claims[physical] > 0) close(claims[physical]);
+    claims[physical] = 0;
+}
+
 static int create_memory(int physical, size_t granules) {
     char name[64], path[600];
     snprintf(name, sizeof name, "memory-%d-%llu", physical, (unsigned long long)++page->allocations);

@@ -110,6 +110,7 @@ static CUresult read_settings(void) {
     settings.memory_granules = number("FAKE_CUDA_MEMORY_MIB", 1024) * 1048576 / GRANULE_BYTES;
     settings.device_count = (int)number("FAKE_CUDA_DEVICES", 1);
     settings.version = (int)number("FAKE_CUDA_VERSION", 13000);
+    settings.compute_mode = (int)number("FAKE_CUDA_COMPUTE_MODE", COMPUTE_DEFAULT);
     settings.poison = number("FAKE_CUDA_POISON", 1) != 0;
     if (length >= (int)sizeof settings.directory || settings.device_count > MAX_DEVICES)
         return refuse(CUDA_ERROR_OPERATING_SYSTEM, "FAKE_CUDA_DIRECTORY is too long, or FAKE_CUDA_DEVICES is above %d",

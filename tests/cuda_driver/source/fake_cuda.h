@@ -19,6 +19,7 @@ typedef enum {
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_DEVICE_UNAVAILABLE = 46,
     CUDA_ERROR_NO_DEVICE = 100,
     CUDA_ERROR_INVALID_DEVICE = 101,
     CUDA_ERROR_INVALID_CONTEXT = 201,
@@ -76,9 +77,12 @@ typedef struct {
     uint64_t register_us_per_mib; // cost of pinning
     uint64_t memory_granules;     // of each device
     int device_count;
-    int version; // 13000 = CUDA 13.0
+    int version;      // 13000 = CUDA 13.0
+    int compute_mode; // of every device
     bool poison;
 } Settings;
+
+enum { COMPUTE_DEFAULT = 0, COMPUTE_PROHIBITED = 2, COMPUTE_EXCLUSIVE_PROCESS = 3 };
 
 extern Settings settings;
 extern pthread_mutex_t driver_lock;
@@ -126,6 +130,9 @@ CUdevice device_visible(int physical); // -1 if this process does not see it
 uint64_t next_order(void);
 void device_lose(int physical);
 bool device_is_lost(int physical);
+// Whether the compute mode lets this process have a context; where it lets one process only, until it is given up.
+bool device_claim(int physical);
+void device_unclaim(int physical);
 // A file of `granules` whose life is counted: an open descriptor with a shared flock, or -1 when the device is full.
 int device_allocate(int physical, size_t granules);
 // A new descriptor, with an open file description of its own, of the same memory.
