@@ -179,6 +179,13 @@ class _Making:
         )
 
 
+def _ending(status: int) -> str:
+    """How a process ended that has said nothing."""
+    if status == -signal.SIGKILL:
+        return "its process was ended by signal 9, as the kernel does where a machine or container is out of memory"
+    return f"its process ended with {status}"
+
+
 class _Maker:
     """The process that makes the memory of one device."""
 
@@ -230,7 +237,7 @@ class _Maker:
         await readable(self._pidfd)
         status = self._process.wait()
         lines = os.pread(self._said, _SAID_BYTES_MAX, 0).decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else f"its process ended with {status}"
+        reason = lines[-1] if lines else _ending(status)
         raise NoCudaMemory(self._device, reason, is_permanent=status == MISSING, is_lost=status == DEVICE_LOST)
 
     def kill(self) -> None:

@@ -25,7 +25,6 @@ from kvcached_client.copy_process.messages import (
     Begin,
     Join,
     Load,
-    MessageStream,
     NotReady,
     Order,
     Outcome,
@@ -33,8 +32,8 @@ from kvcached_client.copy_process.messages import (
     Store,
     decode_answer,
 )
-from kvcached_client.copy_process.start import started
-from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, DeviceError, bad_value, request_error
+from kvcached_client.copy_process.start import Started, kill, started, unjoined
+from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, bad_value
 from kvcached_client.offload_shard import check_stores
 from kvcached_client.transport.attach import SessionGrant
 
@@ -65,8 +64,7 @@ class CopyProcess:
     def __init__(
         self,
         shard: int,
-        process: subprocess.Popen[bytes],
-        stream: MessageStream,
+        started: Started,
         marks: MarkWriter | None,
         *,
         closes_marks: bool,
@@ -74,14 +72,15 @@ class CopyProcess:
         """Use `start` or `prepare`."""
         self.shard = shard
         self.epoch = 0
-        self._process = process
+        self._started = started
+        self._process, self._stream, _ = started
         self._process_id = os.getpid()
-        self._stream = stream
         self._marks = marks  #: of tensors on a CUDA device
         self._closes_marks = closes_marks
         self._numbers = 0
         self._open: set[int] = set()
         self._is_over = False
+        self._last_words = ""  #: of an interpreter that could not start
 
     def __repr__(self) -> str:
         state = "over" if self._is_over else f"{len(self._open)} orders under way"
@@ -115,8 +114,8 @@ class CopyProcess:
             DeadlineExceeded: the process has not joined in time; it was killed.
             RequestError: as `OffloadShard.join`.
             DeviceError: one of the two processes cannot use the device, its memory or the marks of the other one; or
-                the process has ended before it had joined.
-            OSError: the process cannot be started.
+                a signal has ended the process before it had joined.
+            OSError: the process cannot be started, as where its interpreter does not have this package.
         """
         deadline = time.monotonic() + start_ms / 1000
         made = cls.prepare(shard, pages, memory, deadline_ms=deadline_ms)
@@ -153,7 +152,7 @@ class CopyProcess:
                 shard, told.descriptor, told.size_bytes, told.device, told.layers, pages.blocks, pages.fingerprint,
                 deadline_ms,
             )  # fmt: skip
-            made = cls(shard, *started(told.descriptors), marks or own, closes_marks=own is not None)
+            made = cls(shard, started(told.descriptors), marks or own, closes_marks=own is not None)
             with suppress(OSError):  # it has ended: `join` says so
                 made._stream.send(begin, _SEND_S_MAX)
         except BaseException:
@@ -169,11 +168,11 @@ class CopyProcess:
         """Have the process join a session, once, and wait until it has. After an error it is dead, and this is closed.
 
         Raises:
-            DaemonUnreachable, DeadlineExceeded, RequestError, DeviceError: as `start`.
+            DaemonUnreachable, DeadlineExceeded, RequestError, DeviceError, OSError: as `start`.
         """
         self._check_process()
         try:
-            self._join(Join(grant.to_bytes()), time.monotonic() + start_ms / 1000)
+            self._join(Join(grant.to_bytes()), start_ms)
         except BaseException:
             self.abort()
             self.close()
@@ -194,6 +193,10 @@ class CopyProcess:
         if self._marks is None:
             raise bad_value("a mark for tensors on the CPU", "leave it out: they have no streams")
         return self._marks.mark(stream)
+
+    def has_reached(self, mark: int | None) -> bool:
+        """Whether the device has come to a mark of `mark`, so that copies behind it may begin; None on the CPU."""
+        return mark is None or self._marks is None or self._marks.is_reached(mark)
 
     def store(self, jobs: Sequence[BlockJob], *, after: int | None = None) -> int:
         """Order stores, as `OffloadShard.store_all`. Never waits for the copy.
@@ -271,6 +274,11 @@ class CopyProcess:
         return status is not None and status < 0
 
     @property
+    def device_has_failed(self) -> bool:
+        """Whether the process has ended because the device did nothing more for it."""
+        return self._process.poll() == DEVICE_FAILED
+
+    @property
     def pid(self) -> int:
         """The process's id."""
         return self._process.pid
@@ -298,7 +306,8 @@ class CopyProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _join(self, join: Join, deadline: float) -> None:
+    def _join(self, join: Join, start_ms: int) -> None:
+        deadline = time.monotonic() + start_ms / 1000
         try:
             with suppress(OSError):  # it has ended, and may have said why
                 self._stream.send(join, _SEND_S_MAX)
@@ -310,12 +319,15 @@ class CopyProcess:
                         return
                     if isinstance(answer, NotReady):
                         self._end()  # by itself: it must not look as if it was killed
-                        raise _refusal(answer)
+                        raise answer.refusal()
         except TimeoutError:
-            raise DeadlineExceeded("the copy process has not joined the session in time") from None
+            raise DeadlineExceeded(
+                f"the copy process has not joined the session within {start_ms} ms (allow more by `start_ms`, or end "
+                "what keeps the machine busy; `kvcached doctor --cuda` says whether the device works)"
+            ) from None
         except (EOFError, OSError):
             self._end()
-            raise DeviceError(f"{self._ending()}, and had not joined") from None
+            raise unjoined(self._process, self._ending(), self._last_words) from None
 
     def _order(self, order: Order) -> int:
         self._check()
@@ -367,10 +379,10 @@ class CopyProcess:
         try:
             self._process.wait(_END_S_MAX)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            kill(self._process)
         self._is_over = True  # not before: an exception out of a signal handler may have ended the wait
         self._stream.close()
+        self._last_words = self._started.take_last_words()
 
     def _ending(self) -> str:
         status = self._process.returncode
@@ -382,11 +394,3 @@ def _marks_of(pages: EnginePages) -> MarkWriter:
     from kvcached_client.cuda.marks import MarkWriter  # noqa: PLC0415 - only tensors on a device need the driver
 
     return MarkWriter(pages.device)
-
-
-def _refusal(answer: NotReady) -> Exception:
-    if answer.is_of_device:
-        return DeviceError(answer.message)
-    if answer.code is None:
-        return DaemonUnreachable(answer.message)
-    return request_error(answer.code, answer.message, answer.fix)

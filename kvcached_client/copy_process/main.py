@@ -1,8 +1,9 @@
-"""The copy process: ``python -m kvcached_client.copy_process CONNECTION PARENT``, started by an engine.
+"""The copy process: ``python -m kvcached_client.copy_process CONNECTION PARENT ERRORS``, started by an engine.
 
-CONNECTION is an inherited descriptor, and so are those that the first message names. The one of memory of this machine
-stays open, because a lock of the engine may belong to it. Loads go before stores. Every end of the process is sudden:
-what it was copying fails with it. When its device has failed it ends, since another process may still use the device.
+CONNECTION and ERRORS, the engine's stderr, are inherited descriptors, and so are those that the first message names.
+The one of memory of this machine stays open, because a lock of the engine may belong to it. Loads go before stores.
+Every end of the process is sudden: what it was copying fails with it. When its device has failed it ends, since another
+process may still use the device; where the device has refused one copy, and works, that copy alone has failed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import mmap
 import os
 import select
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -115,14 +117,19 @@ class Copying(threading.Thread):
             if isinstance(order, Load):
                 return Outcome(order.number, bad=tuple(self._shard.load(order.job.job(), after=after)))
             self._shard.store_all([job.job() for job in order.jobs], after=after)
-        except DeviceError:
-            raise
+        except RequestError as error:
+            told = (error.message or str(error))[:_ERROR_CHARS_MAX]
+            return Outcome(order.number, error=told, code=error.code, fix=error.fix)
         except KvcachedError as error:
+            is_of_device = isinstance(error, DeviceError)
+            if is_of_device and not self._device_works():
+                raise
             told = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
-            if isinstance(error, RequestError):
-                return Outcome(order.number, error=told, code=error.code, fix=error.fix)
-            return Outcome(order.number, error=told)
+            return Outcome(order.number, error=told, is_of_device=is_of_device)
         return Outcome(order.number)
+
+    def _device_works(self) -> bool:
+        return self._marks is not None and self._marks.works()
 
 
 def mapped(begin: Begin) -> Buffer | ImportedMemory:
@@ -232,7 +239,9 @@ def serve(shard: OffloadShard, marks: MarkReader | None, connection: MessageStre
 def main(arguments: list[str]) -> int:
     """Serve one engine's shard. Returns an exit status only if it could not join."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvcached copy process: %(message)s")
-    inherited, parent = map(int, arguments[1:])
+    inherited, parent, errors = map(int, arguments[1:])
+    os.dup2(errors, sys.stderr.fileno())
+    os.close(errors)
     connection = MessageStream(socket.socket(fileno=inherited))
     try:
         engine = os.pidfd_open(parent)

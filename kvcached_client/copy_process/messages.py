@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvcached_client.blocks.jobs import PackedJob
-from kvcached_client.errors import ErrorCode
+from kvcached_client.errors import DaemonUnreachable, DeviceError, ErrorCode, KvcachedError, request_error
 from kvcached_client.protocol.attach import ClaimPool
 
 M = TypeVar("M")
@@ -122,6 +122,14 @@ class NotReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     fix: str = ""
     is_of_device: bool = False
 
+    def refusal(self) -> KvcachedError:
+        """The error that it comes from."""
+        if self.is_of_device:
+            return DeviceError(self.message)
+        if self.code is None:
+            return DaemonUnreachable(self.message)
+        return request_error(self.code, self.message, self.fix)
+
 
 class Outcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """How an order has ended. The daemon was told; where that failed, `error` says so.
@@ -131,6 +139,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
         bad: as `OffloadShard.load` returns them; empty for stores.
         error: why no block counts as copied; "" = the order was carried out.
         code, fix: of the error, if the daemon or the copy process has refused the order.
+        is_of_device: the device has refused a part of the copy, and does others.
     """
 
     number: int
@@ -138,6 +147,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     error: str = ""
     code: ErrorCode | None = None
     fix: str = ""
+    is_of_device: bool = False
 
 
 Order = Store | Load

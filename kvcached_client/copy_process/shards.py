@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias, Union
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, Union
 
 from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.copy_process.engine_memory import EngineMemory
 from kvcached_client.copy_process.messages import Outcome
+from kvcached_client.copy_process.pauses import Pauses
 from kvcached_client.errors import (
     DaemonUnreachable,
     DeadlineExceeded,
     DeviceError,
     ErrorCode,
+    KvcachedError,
     RequestError,
     request_error,
 )
@@ -36,15 +38,30 @@ AnyMark: TypeAlias = Union["Mark", int, None]
 
 #: How long loads of a new session may wait for a process, at most.
 START_MS_MAX: Final = 10_000
-#: As many processes may be killed while they join. What kills more of them may kill all, as a lack of memory does.
+#: A process that has not carried out an order for so long hangs, as the daemon's workers do then, and is killed. The
+#: time is counted from when the device has come to the order's mark; to report to the daemon has its own deadlines.
+PROGRESS_DEADLINE_S: Final = 30.0
+#: As many processes in a row may be killed while they join. What kills more may kill all, as a lack of memory does.
 KILLS_MAX: Final = 2
 
 
 class ProcessShard:
-    """As `OffloadShard`, whose copies a process of its own makes. Used by one thread, which sleeps meanwhile."""
+    """As `OffloadShard`, whose copies a process of its own makes. Used by one thread, which sleeps meanwhile.
 
-    def __init__(self, copies: CopyProcess) -> None:
+    Args:
+        copies: that has joined.
+        deadline_ms: for each report of the process to the daemon.
+
+    Attributes:
+        has_copied: an order was carried out.
+    """
+
+    def __init__(self, copies: CopyProcess, *, deadline_ms: int) -> None:
+        self.has_copied = False
         self._copies = copies
+        # A report that has no reply is repeated once.
+        self._deadline_ms = PROGRESS_DEADLINE_S * 1000 + 2 * deadline_ms
+        self._is_hung = False
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the session is over or the daemon is gone.
@@ -61,43 +78,78 @@ class ProcessShard:
         """See `OffloadShard.store_all`.
 
         Raises:
-            Stale: the process is gone, and with it the session.
+            Stale: the process is gone, and with it the session. One that hangs is killed.
             RequestError: it, or the daemon, has refused the stores.
-            DaemonUnreachable: it has not carried them out, for another reason.
+            DeviceError: the device has refused them, and carries out others.
+            DaemonUnreachable: the process has not carried them out, for another reason.
         """
-        self._ordered(lambda: self._copies.store(jobs, after=after))
+        self._ordered(lambda: self._copies.store(jobs, after=after), after)
 
     def load(self, job: BlockJob, *, after: int | None) -> list[int]:
         """See `OffloadShard.load`. Raises as `store_all`."""
-        return list(self._ordered(lambda: self._copies.load(job, after=after)).bad)
+        return list(self._ordered(lambda: self._copies.load(job, after=after), after).bad)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process has ended because the device did nothing more for it, or was killed because it hung."""
+        return self._is_hung or self._copies.device_has_failed
 
     def close(self) -> None:
         """Leave the session: the process ends, which cuts a copy short."""
         self._copies.close()
 
-    def _ordered(self, order: Callable[[], int]) -> Outcome:
+    def _ordered(self, order: Callable[[], int], after: int | None) -> Outcome:
         """The outcome of an order that went well; the only one under way."""
         try:
-            number, outcomes = order(), list[Outcome]()
-            poller = select.poll()
-            poller.register(self._copies.fileno(), select.POLLIN)
-            while not outcomes:
-                poller.poll()
-                outcomes = [each for each in self._copies.outcomes() if each.number == number]
+            outcome = self._outcome(order(), after)
         except DaemonUnreachable as error:
             raise _ended(str(error)) from None
-        (outcome,) = outcomes
         if not outcome.error:
+            self.has_copied = True
             return outcome
         if self._copies.is_over:
             raise _ended(outcome.error)
         if outcome.code is not None:
             raise request_error(outcome.code, outcome.error, outcome.fix)
-        raise DaemonUnreachable(outcome.error)
+        raise DeviceError(outcome.error) if outcome.is_of_device else DaemonUnreachable(outcome.error)
+
+    def _outcome(self, number: int, after: int | None) -> Outcome:
+        """Wait for the outcome of an order; a process that waits for its mark is not late."""
+        poller = select.poll()
+        poller.register(self._copies.fileno(), select.POLLIN)
+        may_begin = self._copies.has_reached(after)
+        while True:
+            if poller.poll(self._deadline_ms):
+                for outcome in self._copies.outcomes():
+                    if outcome.number == number:
+                        return outcome
+            elif may_begin:
+                self._kill_hung()
+            else:
+                may_begin = self._copies.has_reached(after)
+
+    def _kill_hung(self) -> NoReturn:
+        self._is_hung = True
+        self._copies.abort()
+        self._copies.close()
+        seconds = self._deadline_ms / 1000
+        raise _ended(f"the copy process was killed, because it had not carried out an order within {seconds:g} s")
 
 
 def _ended(why: str) -> RequestError:
     return request_error(ErrorCode.SESSION_EXPIRED, why, "nothing: the scheduler connects again")
+
+
+class CopiesPaused(DaemonUnreachable):
+    """No session is joined now.
+
+    Attributes:
+        seconds: how long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("copy processes of this worker have come to nothing, and no further one joins a session yet")
+        self.seconds = seconds
 
 
 class Shards:
@@ -141,7 +193,9 @@ class Shards:
         self._marks: MarkWriter | None = None  #: for copy processes
         self._prepared: CopyProcess | None = None
         self._under_way: CopyProcess | None = None  #: that joins, or has joined
-        self._kills = 0  #: of processes that joined
+        self._joined: ProcessShard | None = None  #: the last one, until it is known what has become of it
+        self._kills = 0  #: of processes that joined, in a row
+        self._pauses = Pauses(log)
         if in_process and self._device is not None:
             self._begin(self._device)
 
@@ -159,9 +213,13 @@ class Shards:
 
         Raises:
             KvcachedError: as `OffloadShard.join`, or `CopyProcess.start`.
+            CopiesPaused: processes have come to nothing again and again.
         """
         if self._marks is None:
             return OffloadShard.join(grant, self._shard, self._pages, deadline_ms=self._deadline_ms)
+        self._judge_last()
+        if (left_s := self._pauses.left_s()) > 0:
+            raise CopiesPaused(left_s)
         prepared, self._prepared = self._prepared, None
         self._under_way = None  # what comes of the next one says nothing about the last one
         if prepared is not None and prepared.was_killed:
@@ -170,14 +228,22 @@ class Shards:
         try:
             self._under_way = prepared or self._started(self._marks)
             self._under_way.join(grant, start_ms=START_MS_MAX)
-        except (DeviceError, DeadlineExceeded, OSError) as error:
+        except DeadlineExceeded as error:  # the machine is busy, or the process is stopped: it may be better later
+            self._pauses.add(str(error))
+            self.prepare()
+            raise
+        except (DeviceError, OSError) as error:
             if self._under_way is not None and self._under_way.was_killed and self._kills < KILLS_MAX:
                 self._kills += 1
                 raise DaemonUnreachable(str(error)) from error
             self._log.warning("kvcached: no process can copy for this worker any more, a thread will: %s", error)
             self.close()
-            raise DeviceError(str(error)) from error
-        return ProcessShard(self._under_way)
+            if isinstance(error, KvcachedError):
+                raise
+            raise DaemonUnreachable(str(error)) from error
+        self._kills = 0
+        self._joined = ProcessShard(self._under_way, deadline_ms=self._deadline_ms)
+        return self._joined
 
     def mark(self) -> AnyMark:
         """A mark behind all that this thread has launched on its current stream; None for tensors on the CPU.
@@ -204,6 +270,13 @@ class Shards:
             self._prepared.close()
         if marks is not None:
             marks.close(waits=False)
+
+    def _judge_last(self) -> None:
+        last, self._joined = self._joined, None
+        if last is not None and last.has_copied:
+            self._pauses.end()
+        elif last is not None and last.has_failed:
+            self._pauses.add("the last one has failed at its first copy")
 
     def _begin(self, device: EngineDevice) -> None:
         from kvcached_client.cuda.marks import MarkWriter  # noqa: PLC0415 - only tensors on a device need the driver

@@ -106,6 +106,18 @@ class Device:
                 raise
             return -1
 
+    def works(self) -> bool:
+        """Whether the context still does anything: after some failures it does nothing more. Never waits.
+
+        Nothing is queued on the default stream: to ask for its state asks for that of the context.
+        """
+        try:
+            with self.current():
+                self.driver.call("cuStreamQuery", self.driver.names.CUstream(0))
+        except CudaFailure as error:
+            return error.result == "CUDA_ERROR_NOT_READY"
+        return True
+
     def free_bytes(self) -> int:
         """Memory of the device that nobody has."""
         return int(self.driver.call("cuMemGetInfo")[0])

@@ -122,6 +122,10 @@ class MarkWriter:
         """Whether this is a mark that `mark` has returned."""
         return isinstance(mark, int) and self._first < mark <= self._last
 
+    def is_reached(self, mark: int) -> bool:
+        """Whether the device has come to a mark that `mark` has returned, or to a later one in its place."""
+        return (self._page.words[mark % MARKS_MAX] - mark) % _NUMBERS < _NUMBERS // 2
+
     def close(self, *, waits: bool = True) -> None:
         """Give the page up, once the device has come to all marks. Where it has failed, the page stays registered.
 
@@ -161,6 +165,7 @@ class MarkReader:
         Raises:
             CudaFailure: streams of this device wait for no values, or the driver refused another step.
         """
+        self._device = device
         self._page = _Page(device, descriptor)
         reached = self._page.words[0]  # the engine may have made marks for the process before this one
         _try(device, lambda stream: stream.wait_value(self._page.place(0), reached))
@@ -168,6 +173,10 @@ class MarkReader:
     def mark(self, number: int) -> SharedMark:
         """A mark that the engine has made."""
         return SharedMark(self._page, number)
+
+    def works(self) -> bool:
+        """See `Device.works`."""
+        return self._device.works()
 
 
 class SharedMark:

@@ -9,7 +9,7 @@ because a call and a report cost as much as some blocks. Rules:
 * Every load is reported, with its bad blocks, and every store, in success or failure. No request and no block waits
   without end, even if the daemon is dead or silent, or if the session is over or could not be joined.
 * Copies of a session end before the next session is joined, because joining tells the daemon that they have ended.
-* After a missed deadline of the daemon, orders fail for a few seconds without a try.
+* After a missed deadline of the daemon, and between processes that fail at their first copy, orders fail without a try.
 * After an internal error of this thread, or once the device has failed, all orders fail; vLLM then computes the blocks.
 * Copies of tensors on a CUDA device begin after what vLLM's stream had when their orders came: the kernels that wrote
   the blocks of stores, and those that still use the blocks that loads overwrite. The device waits, not vLLM's thread.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvcached_client.blocks.jobs import BlockJob
-from kvcached_client.copy_process.shards import AnyMark
+from kvcached_client.copy_process.shards import AnyMark, CopiesPaused
 from kvcached_client.errors import DeviceError, KvcachedError, RequestError, Stale, TransportError
 from kvcached_client.offload_shard import STORES_PER_REPORT_MAX
 from kvcached_client.transport.attach import SessionGrant
@@ -378,12 +378,12 @@ class WorkerSide:
         return True
 
     def _is_quiet(self, session: int) -> bool:
-        number, until = self._quiet
-        return session == number and self._clock() < until
+        return session == self._quiet[0] and self._clock() < self._quiet[1]
 
     def _keep_quiet(self, session: int, why: Exception) -> None:
-        log.warning("kvcached: no copies for %.0f s: %s", QUIET_S, why)
-        self._quiet = session, self._clock() + QUIET_S
+        seconds = why.seconds if isinstance(why, CopiesPaused) else QUIET_S
+        log.warning("kvcached: no copies for %.0f s: %s", seconds, why)
+        self._quiet = session, self._clock() + seconds
 
     def _leave(self) -> None:
         shard, self._shard = self._shard, None

@@ -12,7 +12,7 @@ import pytest
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.copy_process.client import CopyProcess
-from kvcached_client.errors import BadRequest, DaemonUnreachable, RequestError
+from kvcached_client.errors import BadRequest, DaemonUnreachable, ErrorCode, RequestError
 from tests.client.offload_rig import layer
 from tests.copy_process.engine import CONFIG, SLAB_BYTES, SLABS, Engine
 from tests.daemon.conftest import RunningDaemon, started
@@ -87,7 +87,10 @@ def test_refused_job_ends_with_its_reason_and_the_next_one_is_carried_out(engine
     _, order = engine.scheduler.prepare_store("a", 2)
     job = job_of(order)
     job.spans[0].blocks[0] = 1000  # type: ignore[index]
-    assert "BadRequest" in engine.outcome(engine.copies.store([job])).error
+    outcome = engine.outcome(engine.copies.store([job]))
+    assert (outcome.code, bool(outcome.fix)) == (ErrorCode.BAD_VALUE, True)
+    assert ErrorCode.BAD_VALUE not in outcome.error
+    assert outcome.fix not in outcome.error  # it would be told twice
     assert engine.store("a", 2) == ""
     assert engine.load("a", 2) == "2 True"
 

@@ -26,7 +26,7 @@ from kvcached_client.errors import BadRequest, DeviceError, KvcachedError
 from kvcached_client.failpoints import LOG_VARIABLE, VARIABLE
 from tests.copy_process.engine import CONFIG, PATIENCE_S, Engine
 from tests.daemon.conftest import RunningDaemon, started
-from tests.daemon.offload_process import job_of
+from tests.daemon.offload_process import DEADLINE_MS, job_of
 from tests.daemon.supervised import supervised
 from tests.daemon.test_offload import host, is_sound, nothing_held, seconds_until
 from tests.line_process import LineProcess
@@ -177,7 +177,7 @@ def test_outcome_is_told_though_the_process_has_ended_since(engine: Engine) -> N
 
 def test_shard_whose_process_has_ended_is_stale(engine: Engine) -> None:
     """An order of it fails with its session, and so does the question for its descriptor: nobody waits for more."""
-    shard = ProcessShard(engine.copies)
+    shard = ProcessShard(engine.copies, deadline_ms=DEADLINE_MS)
     job = engine.scheduler.prepare_store("a", 8)[1]
     engine.compute(job)
     engine.copies.abort()
@@ -190,7 +190,7 @@ def test_shard_whose_process_has_ended_is_stale(engine: Engine) -> None:
 
 def test_refused_order_fails_alone(engine: Engine) -> None:
     """What the process refuses is refused as by a thread that copies; the next order is carried out."""
-    shard = ProcessShard(engine.copies)
+    shard = ProcessShard(engine.copies, deadline_ms=DEADLINE_MS)
     job = engine.scheduler.prepare_store("a", 8)[1]
     engine.compute(job)
     wrong = job_of(job)
@@ -211,7 +211,7 @@ def test_process_that_cannot_be_started_is_not_one_that_was_killed(
     shards._marks = SimpleNamespace(close=lambda **_: None)
     shards._under_way = SimpleNamespace(was_killed=True)
     monkeypatch.setattr(CopyProcess, "prepare", mock.Mock(side_effect=OSError("no process")))
-    with pytest.raises(DeviceError, match="no process"):
+    with pytest.raises(DaemonUnreachable, match="no process"):
         shards.join(engine.scheduler.client.session)
     assert shards._marks is None
 

@@ -126,9 +126,10 @@ def test_copy_process_imports_nothing_from_the_current_directory(
     """Whoever may write where an engine was started does not run code in its copy process."""
     (tmp_path / "msgspec.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
-    process, connection = copy_process_started(())
-    connection.close()
-    assert process.wait() == 0
+    started = copy_process_started(())
+    started.stream.close()
+    assert started.process.wait() == 0
+    assert started.take_last_words() == ""
 
 
 def test_no_process_of_the_daemon_imports_from_the_current_directory() -> None:

@@ -186,7 +186,8 @@ def test_nothing_is_left_where_one_fails(on_devices: Path, ending: str) -> None:
             second.tell(ending)
         with pytest.raises(NoCudaMemory) as refused:
             await making
-        why = "told to refuse" if ending == "refuse" else "its process ended with -9"
+        killed = "its process was ended by signal 9, as the kernel does where a machine or container is out of memory"
+        why = "told to refuse" if ending == "refuse" else killed
         assert str(refused.value) == f"CUDA device 1: {why}; kvcached doctor --cuda says more"
         assert not refused.value.is_permanent
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +91,72 @@ def test_process_that_was_killed_before_the_session_is_replaced(node: Node) -> N
             killed.ask("be_patient")
         assert killed.ask("store c 6") == "stored"
         assert killed.ask("kind") == "OffloadShard"
+
+
+@contextmanager
+def killed_in_the_end(pid: int) -> Iterator[int]:
+    """A process that a failed test would leave, because it is stopped."""
+    process = os.pidfd_open(pid)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+
+
+def test_process_that_hangs_is_replaced(node: Node) -> None:
+    """A load by a process that is stopped fails at its deadline; in the next session another process copies."""
+    with worker(node, "LBNHC", "process") as hung:
+        hung.ask("be_strict")
+        assert hung.ask("store a 6") == "stored"
+        with killed_in_the_end(int(hung.ask("copier"))) as stopped:
+            assert hung.ask("let_hang a 6") == "6 bad [0, 1, 2, 3, 4, 5] wrong []"
+            assert not Path(f"/proc/{stopped}").exists()
+        assert hung.ask("connect") == "done"
+        assert [hung.ask("load a 6"), hung.ask("store b 6"), hung.ask("kind")] == [WHOLE, "stored", "ProcessShard"]
+    assert broken_rules(node) == []
+    assert is_sound(node.running)
+
+
+def test_process_behind_a_long_kernel_is_not_late(node: Node) -> None:
+    """While the device has not come to the mark of an order, no deadline of the order begins."""
+    with worker(node, "LBNHC", "process") as slow:
+        slow.ask("be_strict")
+        assert slow.ask("store a 6") == "stored"
+        first = slow.ask("copier")
+        assert slow.ask("store_behind_kernel b 6 4") == "stored"
+        assert [slow.ask("load b 6"), slow.ask("copier")] == [WHOLE, first]
+    assert broken_rules(node) == []
+
+
+def test_copy_that_the_device_refuses_costs_its_order_only(node: Node) -> None:
+    """As by a thread: the order fails, the session goes on, and the same process carries out the next order."""
+    with worker(node, "LBNHC", "process") as refused:
+        refused.ask("let refused_values=@2")  # the first is the process's own try
+        assert refused.ask("store a 6") == "failed"
+        first = refused.ask("copier")
+        assert [refused.ask("store b 6"), refused.ask("load b 6")] == ["stored", WHOLE]
+        assert refused.ask("copier") == first
+
+
+def test_processes_whose_device_fails_at_once_are_paused(node: Node) -> None:
+    """After the second in a row no session is joined for a while; sessions go on, and no thread copies."""
+    with worker(node, "LBNHC", "process") as failing:
+        assert failing.ask("store a 6") == "stored"
+        failing.ask("let launch_failure=@1")
+        for number in range(2):
+            failing.ask("connect")
+            assert failing.ask(f"store b{number} 6") == "failed"
+        failing.ask("connect")
+        assert [failing.ask("store c 6"), failing.ask("kind"), failing.ask("store d 6")] == [
+            "failed",
+            "NoneType",
+            "failed",
+        ]
+        failing.ask("let launch_failure=0")
+        failing.ask("be_patient")
+        assert [failing.ask("load a 6"), failing.ask("kind")] == [WHOLE, "ProcessShard"]
 
 
 def test_thread_copies_where_no_process_can(node: Node) -> None:

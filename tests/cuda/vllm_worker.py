@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.blocks.pages import EnginePages
+from kvcached_client.copy_process import shards as copy_shards
 from kvcached_client.copy_process.client import CopyProcess
 from kvcached_client.copy_process.shards import Shards
 from kvcached_client.cuda.device import Device, DeviceMemory
@@ -177,6 +179,43 @@ class Worker:
         os.kill(shard._copies.pid, signal.SIGKILL)
         return self._stored(order)
 
+    def let_hang(self, name: str, blocks: int) -> str:
+        """SIGSTOP of the process that copies, before a load; what has become of the load."""
+        os.kill(int(self.copier()), signal.SIGSTOP)
+        return self.load(name, blocks)
+
+    def be_strict(self) -> None:
+        """Processes that do nothing for a moment are late, in sessions that are joined from now on."""
+        copy_shards.PROGRESS_DEADLINE_S = 0.05  # type: ignore[misc] # as a test's monkeypatch
+        self._shards._deadline_ms = 10
+
+    def store_behind_kernel(self, name: str, blocks: int, deadlines: int) -> str:
+        """A store behind a kernel that runs until so many deadlines have passed; what has become of the store."""
+        passed, gate = threading.Semaphore(0), threading.Event()
+        reached = CopyProcess.has_reached
+
+        def asked(copies: CopyProcess, mark: int | None) -> bool:
+            passed.release()
+            return reached(copies, mark)
+
+        _, wanted, order = self._prepared_store(name, blocks)
+        self._forward(lambda: self._fill(name, wanted))
+        self._forward(lambda: None if gate.wait(20) else log.error("nobody has opened the gate"))
+        with mock.patch.object(CopyProcess, "has_reached", asked):
+            self._step(StepOrders(self._note, (), (order,)))
+            for _ in range(deadlines):
+                assert passed.acquire(timeout=20)
+            gate.set()
+            return self._stored(order)
+
+    def let(self, faults: str) -> None:
+        """Faults of the device for processes that are started from now on, with another one for the next session."""
+        os.environ["FAKE_CUDA_FAULTS"] = faults
+        copies, self._shards._prepared = self._shards._prepared, None
+        if copies is not None:
+            copies.abort()
+            copies.close()
+
     def fail_process(self) -> None:
         """The process that is to copy cannot use the device, and has ended."""
         copies, self._shards._prepared = self._shards._prepared, None
@@ -191,10 +230,11 @@ class Worker:
         os.close(dead)
 
     def kill_prepared(self) -> None:
-        """SIGKILL of the process that has no session yet."""
+        """SIGKILL of the process that has no session yet; it is dead when this returns."""
         copies = self._shards._prepared
         assert copies is not None
         copies.abort()
+        copies._process.wait()
 
     def kill_joining(self, times: int) -> None:
         """SIGKILL of each of the next processes that join a session."""
@@ -210,6 +250,7 @@ class Worker:
     def be_patient(self) -> None:
         """Some seconds later."""
         self.side._quiet = (0, 0.0)
+        self._shards._pauses._until_s = 0.0
 
     def kind(self) -> str:
         """What the worker has joined the session with."""

@@ -346,4 +346,10 @@ def cuda_marks_unregistered_under_writes(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_COPY_PROCESS.format("test_device_that_fails_the_copies_does_not_fail_the_engine"))
 def cuda_copy_process_goes_on_without_its_device(patch: pytest.MonkeyPatch) -> None:
     """A copy process whose device has failed stays, and fails every later order."""
-    rewrite(patch, Copying._carry_out, "except DeviceError:\nraise\n", "")
+    rewrite(patch, Copying._carry_out, "not self._device_works()", "False")
+
+
+@caught_by("tests/cuda/test_vllm_worker.py::test_copy_that_the_device_refuses_costs_its_order_only")
+def cuda_refused_copy_ends_the_copy_process(patch: pytest.MonkeyPatch) -> None:
+    """What a device refuses once ends the session of all ranks, though the device works."""
+    rewrite(patch, Copying._carry_out, "not self._device_works()", "True")
