@@ -82,10 +82,10 @@ class FailedStarts:
             error: of the start; where a worker has ended, its message ends with the worker's log.
             is_memory_gone: the device works, and has not known the memory.
         """
-        message = error.message if isinstance(error, RequestError) else str(error)
+        message, fix = (error.message, f" ({error.fix})") if isinstance(error, RequestError) else (str(error), "")
         lines = message.splitlines() or [type(error).__name__]
         # What a worker says last before it ends by itself; one that was killed, or is late, has said other things.
-        self.why = lines[-1].partition(" ERROR ")[2] or lines[0].removesuffix(" ends:")
+        self.why = lines[-1].partition(" ERROR ")[2] or lines[0].removesuffix(" ends:") + fix
         self._gone = self._gone + 1 if is_memory_gone else 0
         return self._gone == GONE_AFTER
 

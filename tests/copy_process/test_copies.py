@@ -18,6 +18,7 @@ from tests.copy_process.engine import CONFIG, SLAB_BYTES, SLABS, Engine
 from tests.daemon.conftest import RunningDaemon, started
 from tests.daemon.offload_process import job_of
 from tests.daemon.test_host_tier import host_memory
+from tests.daemon.test_offload import nothing_held, seconds_until
 
 
 @pytest.fixture
@@ -79,6 +80,7 @@ def test_changed_byte_is_named(daemon: RunningDaemon, engine: Engine) -> None:
     outcome = engine.outcome(engine.copies.load(job_of(order)))
     assert (outcome.bad, outcome.error) == ((3,), "")
     assert engine.is_right(order, outcome.bad)
+    seconds_until(daemon.run_dir, nothing_held)  # nobody waits for the report of a load
     assert engine.scheduler.hit("a", 6) == 3
 
 
