@@ -303,8 +303,8 @@ def _share(config: Config, host: HostMemory, parts: AsyncExitStack) -> HostShare
 
 def _access(config: Config) -> Access:
     access = Access.of(config.access, (each.name for each in config.replica))
-    for name in access.unknown:
-        log.warning("[access]: %r is no user or group of this machine, and gets no access", name)
+    for name, reason in access.unknown.items():
+        log.warning("[access]: %r %s, and gets no access", name, reason)
     return access
 
 

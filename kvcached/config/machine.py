@@ -18,7 +18,7 @@ from pydantic import ByteSize, ValidationError
 
 from kvcached.config.problems import ConfigError, Location, Problem, problems_of
 from kvcached.config.schema import Config
-from kvcached.process.access import GROUP_SIGN, UnknownUser, resolve
+from kvcached.process.user_names import UnknownUser, resolve
 from kvcached.recovery.run_dir import is_claimed
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import CAPACITY_BYTES_MIN, DiskSettings, existing_part, refusal
@@ -180,34 +180,18 @@ def _tcp(config: Config) -> Iterator[Problem]:
 
 
 def _access(config: Config) -> Iterator[Problem]:
+    """Whom the configuration names. Defaults that nobody wrote are no mistake of it: the daemon leaves them out."""
     access = config.access
     lists: list[tuple[Location, tuple[str, ...]]] = [
-        (("access", "operate"), access.operate),
-        (("access", "look"), access.look),
+        *((("access", key), getattr(access, key)) for key in ("operate", "look") if key in access.model_fields_set),
         *((("access", "engine", number, "users"), each.users) for number, each in enumerate(access.engine)),
     ]
     for location, names in lists:
         for name in names:
             try:
-                number, is_group = resolve(name)
+                resolve(name)
             except UnknownUser as error:
-                kind = "group" if name.startswith(GROUP_SIGN) else "user"
-                fix = f"correct the name, make the {kind}, or write its number"
-                yield config.places.problem(location, list(names), f"{name!r} {error}", fix)
-                continue
-            if not is_group and number == _overflow_uid():
-                what = f"{name!r} stands for every user whom this user namespace does not know"
-                yield config.places.problem(location, list(names), what, "name another user, or map it into it")
-
-
-def _overflow_uid() -> int | None:
-    """The user as whom the kernel shows users that have no number here; None where all have one."""
-    try:
-        if [int(word) for word in Path("/proc/self/uid_map").read_text().split()] == [0, 0, (1 << 32) - 1]:
-            return None
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
-    except OSError:
-        return None
+                yield config.places.problem(location, list(names), f"{name!r} {error}", error.fix)
 
 
 def _size(size_bytes: int) -> str:

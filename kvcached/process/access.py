@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import grp
 import os
 import pwd
 import re
@@ -19,15 +18,12 @@ from typing import Final, NamedTuple
 
 from kvcached.config.access import AccessConfig
 from kvcached.process.seqpacket import Credentials
+from kvcached.process.user_names import UnknownUser, resolve
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 
 #: What could be the first digits of any namespace.
 _DIGITS: Final = re.compile(r"[0-9a-f]+")
-#: Begins the name of a group.
-GROUP_SIGN: Final = "@"
-#: (uid_t) -1 and (gid_t) -1 are nobody's.
-_ID_MAX: Final = (1 << 32) - 2
 
 
 class Role(StrEnum):
@@ -246,10 +242,6 @@ def _keys(needed: frozenset[Role]) -> str:
 NO_GRANTS: Final = Grants("a user that is not known", -1, is_own=False, roles=frozenset())
 
 
-class UnknownUser(Exception):
-    """A name in the configuration that this machine does not know. The message says what is wrong."""
-
-
 @dataclass(frozen=True, slots=True)
 class Users:
     """Users and groups by their numbers."""
@@ -277,25 +269,6 @@ class User(NamedTuple):
     gids: frozenset[int]
 
 
-def resolve(name: str) -> tuple[int, bool]:
-    """The number behind a user's name or number, or that of a group behind ``@``; and whether it is a group.
-
-    Raises:
-        UnknownUser: there is no such user or group.
-    """
-    is_group = name.startswith(GROUP_SIGN)
-    kind, plain = ("group", name[1:]) if is_group else ("user", name)
-    if plain.isascii() and plain.isdecimal():
-        number = int(plain)
-        if number > _ID_MAX:
-            raise UnknownUser(f"is no number of a {kind}")
-        return number, is_group
-    try:
-        return (grp.getgrnam(plain).gr_gid if is_group else pwd.getpwnam(plain).pw_uid), is_group
-    except KeyError:
-        raise UnknownUser(f"is no {kind} of this machine") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Access:
     """Who may do what at one daemon.
@@ -306,7 +279,7 @@ class Access:
         look: who may read its reports.
         engines: who may be an engine, on which replicas and namespaces.
         names: of users by number, for messages.
-        unknown: names that were left out, because this machine does not know them.
+        unknown: who was left out, and why: this machine, or this user namespace, does not know them.
         replicas: the names of the daemon's replicas.
     """
 
@@ -315,14 +288,14 @@ class Access:
     look: Users = Users()
     engines: tuple[EngineUsers, ...] = ()
     names: Mapping[int, str] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
+    unknown: Mapping[str, str] = field(default_factory=dict)
     replicas: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: AccessConfig, replicas: Iterable[str] = ()) -> Access:
-        """What a configuration says of these replicas. A name that this machine does not know gives nobody a role."""
+        """What a configuration says of these replicas. Somebody whom this machine does not know gets no role."""
         names: dict[int, str] = {}
-        unknown: list[str] = []
+        unknown: dict[str, str] = {}
 
         def users(written: Iterable[str]) -> Users:
             uids: set[int] = set()
@@ -330,8 +303,8 @@ class Access:
             for name in written:
                 try:
                     number, is_group = resolve(name)
-                except UnknownUser:
-                    unknown.append(name)
+                except UnknownUser as error:
+                    unknown[name] = str(error)
                     continue
                 (gids if is_group else uids).add(number)
                 if not is_group and not name.isdecimal():
@@ -349,7 +322,7 @@ class Access:
                 EngineUsers(users(each.users), each.replicas, each.namespaces, each.read_only) for each in config.engine
             ),
             names,
-            tuple(unknown),
+            unknown,
             frozenset(replicas),
         )
 

@@ -33,7 +33,8 @@ _log: Final = logging.getLogger(__name__)
 def let_in(path: str | Path, users: Users, permission: int) -> None:
     """Give users and groups one permission on a file of this user, beside what others have.
 
-    A list that the file has already is kept: these users are added to it.
+    A list that the file has already is kept: these users are added to it. Entries that mean nothing in this user
+    namespace cannot be written again, and are dropped.
 
     Raises:
         OSError: the file is not this user's, or an id means nothing in this user namespace.
@@ -66,7 +67,9 @@ def _entries(path: str | Path, mode: int) -> dict[tuple[int, int], int]:
             raise
         bits = ((_USER_OWNER, mode >> 6), (_GROUP_OWNER, mode >> 3), (_OTHER, mode))
         return {(tag, _NO_ID): each & _ALL for tag, each in bits}
-    return {(tag, number): bits for tag, bits, number in _ENTRY.iter_unpack(packed[_VERSION.size :])}
+    found = {(tag, number): bits for tag, bits, number in _ENTRY.iter_unpack(packed[_VERSION.size :])}
+    # The kernel shows every user and group that has no number here under this one, and takes no list with it.
+    return {each: bits for each, bits in found.items() if each not in {(_USER, _NO_ID), (_GROUP, _NO_ID)}}
 
 
 def _union(permissions: list[int]) -> int:

@@ -98,6 +98,23 @@ def test_list_that_is_there_is_kept(run_dir: Path) -> None:
     assert entries[file_access._GROUP_OWNER, file_access._NO_ID] == 0o5
 
 
+def test_entries_without_a_number_here_are_dropped(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that a daemon of another user namespace has left names users without a number here: it is made again."""
+    let_in(run_dir, Users(frozenset({1}), frozenset({5})), PASS)
+    packed = os.getxattr(run_dir, file_access._ATTRIBUTE)
+    for tag, number in ((file_access._USER, 1), (file_access._GROUP, 5)):  # as the kernel shows it there
+        old, new = (file_access._ENTRY.pack(tag, PASS, each) for each in (number, file_access._NO_ID))
+        assert old in packed
+        packed = packed.replace(old, new)
+    monkeypatch.setattr(os, "getxattr", lambda *_: packed)
+
+    let_in(run_dir, Users(frozenset({2})), PASS)
+
+    monkeypatch.undo()
+    entries = file_access._entries(run_dir, 0)
+    assert [number for tag, number in entries if tag in {file_access._USER, file_access._GROUP}] == [2]
+
+
 def test_file_system_without_lists_lets_everybody_come(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without access control lists the permission is everybody's, and the daemon decides who is served."""
 

@@ -15,7 +15,8 @@ from typing import Any, get_args
 import pytest
 
 from kvcached.config.access import AccessConfig, EngineAccess
-from kvcached.process.access import ROLES_OF_VERB, Access, Role
+from kvcached.process import user_names
+from kvcached.process.access import ROLES_OF_VERB, Access, Role, Users
 from kvcached.process.seqpacket import Credentials
 from kvcached_client.errors import ErrorCode, Refused
 from kvcached_client.protocol.engine import Pin, Request, StorageControl, Unpin, decode_request
@@ -118,7 +119,24 @@ def test_names_and_numbers_mean_the_same() -> None:
     named = Access.of(AccessConfig(operate=("root", f"@{group}", "nobody-of-this-name", "@no-group")))
 
     assert named.operate == Access.of(AccessConfig(operate=("0", "@0"))).operate
-    assert named.unknown == ("nobody-of-this-name", "@no-group")
+    assert named.unknown == {
+        "nobody-of-this-name": "is no user of this machine",
+        "@no-group": "is no group of this machine",
+    }
+
+
+def test_user_without_a_number_in_the_user_namespace_gets_no_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users and groups that the maps of the user namespace lack, and its user for all unknown ones, are left out."""
+    (tmp_path / "uid_map").write_text("1000 1000 1\n65534 165534 1\n")
+    (tmp_path / "gid_map").write_text("7 7 1\n")
+    monkeypatch.setattr(user_names, "_own", tmp_path)
+
+    access = Access.of(AccessConfig(operate=("1000", "@7", "@8", "65534")))
+
+    assert access.others() == Users(frozenset({1000}), frozenset({7}))
+    assert set(access.unknown) == {"root", "@8", "65534"}
 
 
 def test_engine_is_on_what_it_may_use() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvcached.config import machine as config_machine
 from kvcached.config.machine import check_machine
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
+from kvcached.process import user_names
 from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.protocol.key_files import write_key_file
 from kvcached_client.transport.run_dir import LOCK_NAME
@@ -300,11 +302,44 @@ def test_user_that_this_machine_does_not_know_is_told_with_its_line(
     assert problems(tmp_path, text, is_restart=True) == []
 
 
-def test_user_who_stands_for_all_unknown_ones_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a user namespace, the number as which the kernel shows all users without one cannot get a role."""
-    text = ACCESS.replace("{user}", "65534").replace("{group}", "@65534")
+def in_user_namespace(folder: Path, uids: str, gids: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, the kernel's maps are these."""
+    folder.mkdir()
+    for name, text in (("uid_map", uids), ("gid_map", gids)):
+        (folder / name).write_text(text)
+    monkeypatch.setattr(user_names, "_own", folder)
+
+
+@pytest.mark.parametrize("user", ["65534", pwd.getpwuid(65534).pw_name])
+def test_user_who_stands_for_all_unknown_ones_is_refused(
+    tmp_path: Path, user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a user namespace, the user as whom the kernel shows all users without a number cannot get a role."""
+    text = ACCESS.replace("{user}", user).replace("{group}", "@65534")
     assert problems(tmp_path, text) == []
 
-    monkeypatch.setattr(config_machine, "_overflow_uid", lambda: 65534)
+    in_user_namespace(tmp_path / "proc", "0 1000 1\n1 100000 65535\n", "0 1000 65536\n", monkeypatch)
     (found,) = problems(tmp_path, text)
-    assert "'65534' stands for every user whom this user namespace does not know" in found
+    assert f"'{user}' stands for every user whom this user namespace does not know" in found
+
+
+def test_number_that_the_user_namespace_lacks_is_refused_where_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user or group that no map of the user namespace has is told with line and fix; the default root is no mistake.
+
+    After a crash it is no reason to stay away.
+    """
+    in_user_namespace(tmp_path / "proc", "1000 1000 1\n2000 2000 10\n", "1000 1000 1\n", monkeypatch)
+    assert problems(tmp_path, HOST) == []
+
+    text = HOST + '\n[access]\noperate = ["1000", "2009"]\nlook = ["root", "2010", "@1000", "@2000"]\n'
+    assert [each.partition(": access.look = ")[0] for each in problems(tmp_path, text)] == ["kvcached.toml:9"] * 3
+    found = [each.partition("]: ")[2].partition(";")[0] for each in problems(tmp_path, text)]
+    assert found == [
+        "'root' is a user without a number in this user namespace",
+        "'2010' is a user without a number in this user namespace",
+        "'@2000' is a group without a number in this user namespace",
+    ]
+    assert problems(tmp_path, text)[0].endswith("name another one, or map it into the user namespace of the daemon")
+    assert problems(tmp_path, text, is_restart=True) == []
