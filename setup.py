@@ -5,6 +5,7 @@ that takes a C compiler and minutes. The sources are in the wheel as well: trace
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from setuptools.command.build_py import build_py
 NOT_COMPILED = {Path("kvcached/core/messages.py")}
 #: What the compiler needs besides what runs.
 COMPILER = ["mypy[mypyc]~=2.4.1", "numpy>=1.26", "msgspec>=0.19", "xxhash>=3.4"]
+#: What examples and units are called. Anything else that somebody keeps beside them, such as Compose's .env, is secret.
+CONFIGS = ("*.toml", "*.conf", "*.service", "*.yaml")
 
 
 class BuildWithConfigs(build_py):
@@ -27,8 +30,9 @@ class BuildWithConfigs(build_py):
         if self.editable_mode:
             return
         target = Path(self.build_lib, "kvcached", "configs")
-        target.mkdir(parents=True, exist_ok=True)
-        for source in sorted(Path("configs").iterdir()):
+        shutil.rmtree(target, ignore_errors=True)  # what an earlier build has left would be in the wheel, too
+        target.mkdir(parents=True)
+        for source in sorted(path for pattern in CONFIGS for path in Path("configs").glob(pattern) if path.is_file()):
             self.copy_file(str(source), str(target / source.name))
 
 

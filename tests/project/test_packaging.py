@@ -4,7 +4,9 @@ import configparser
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -142,6 +144,34 @@ def test_image_has_every_optional_part_in_the_versions_of_the_tests() -> None:
     assert needed <= set(extras.split(","))
     assert f"--constraint /source/{lock} " in image
     assert f"!{lock}" in context
+
+
+def test_package_has_the_examples_and_nothing_else_that_lies_beside_them(tmp_path: Path) -> None:
+    """A build copies the examples and units of `configs`, and neither `.env`, other files and folders, nor old ones."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("kvcached", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".env*"))
+    shipped = {path.name for path in (ROOT / "configs").iterdir() if not path.name.startswith(".env")}
+    built = tmp_path / "out/kvcached/configs"
+    built.mkdir(parents=True)
+    for secret in (".env", "tls.key", "notes.toml~"):
+        (tmp_path / "configs" / secret).touch()
+    (built / ".env").touch()
+    (tmp_path / "configs/secrets.toml").mkdir()
+
+    subprocess.run([sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", "out"], cwd=tmp_path, check=True)
+
+    assert {path.name for path in built.iterdir()} == shipped
+    assert "cpu-tp1.toml" in shipped
+
+
+def test_secrets_of_compose_are_in_no_image_and_no_commit() -> None:
+    """The file that Compose reads variables from is neither in the build's context nor in the repository."""
+    context = (ROOT / ".dockerignore").read_text().splitlines()
+
+    assert context.index("**/.env*") > max(place for place, line in enumerate(context) if line.startswith("!"))
+    assert ".env*" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_unit_opens_nothing_but_devices_for_gpus() -> None:
