@@ -6,29 +6,44 @@ Until then such a process may write into memory that has outlived its daemon.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
+import re
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from kvcached.process.identity import PID_MAX, arguments_of, pidfd_of
 from kvcached.process.readable import readable
+
+#: How much of a lock file is read: more than a process id takes.
+_LOCK_BYTES_MAX: Final = 20
+#: What a lock file holds: a process id, or zeros where the machine has crashed.
+_LOCK: Final = re.compile(rb"[\d\s\0]*")
 
 
 def take_lock(path: str) -> int:
     """A descriptor with a lock on a file, which is held until every process that inherits the descriptor has ended.
 
     Raises:
-        OSError: another process holds it.
+        OSError: another process holds it, or the file is somebody's who does not lock with it.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(error.errno, f"{path} is locked by another process") from error
+        content = os.pread(lock, _LOCK_BYTES_MAX + 1, 0)
+        if len(content) > _LOCK_BYTES_MAX or not _LOCK.fullmatch(content):
+            what = "is there, and holds something else than a process id; move it away, or name another place"
+            raise OSError(errno.EEXIST, f"{path} {what}")
         os.ftruncate(lock, 0)
-    except OSError as error:
+    except BaseException:
         os.close(lock)
-        raise OSError(error.errno, f"{path} is locked by another process") from error
+        raise
     return lock
 
 
@@ -63,7 +78,7 @@ async def end_earlier(path: Path, module: str, deadline_s: float) -> None:
 
 async def _end_holder(lock: int, name: str, module: str, deadline_s: float) -> None:
     """End the process that wrote its id into a file and holds a lock on it."""
-    text = os.pread(lock, 20, 0).strip()
+    text = os.pread(lock, _LOCK_BYTES_MAX, 0).strip()
     pid = int(text) if text.isdigit() else 0
     if not 0 < pid <= PID_MAX:
         raise OSError(f"the process of an earlier daemon that holds {name} starts or ends right now; start again")

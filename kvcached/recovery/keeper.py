@@ -11,10 +11,12 @@ The keeper has one thread, starts no process and waits for nothing but its socke
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
 import socket
+import stat
 from collections import deque
 from contextlib import ExitStack, suppress
 from typing import Final
@@ -49,12 +51,24 @@ def keep(path: str) -> int:
     """Keep descriptors for the supervisors that connect to a socket, until SIGTERM or SIGINT. Returns the exit status.
 
     Raises:
-        OSError: the socket cannot be made, or another keeper has it.
+        OSError: the socket cannot be made, another keeper has it, or its path is that of another file.
     """
+    _check_place(path)
     # The end of a terminal drops no memory. Orphans of a pid namespace whose first process this is are not waited for.
     for number in (signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
     return asyncio.run(_Keeper(path).run())
+
+
+def _check_place(path: str) -> None:
+    """A mistyped path costs nobody a file: only a socket is replaced.
+
+    Raises:
+        OSError: another file is there.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError(errno.EEXIST, "a file is there that is no socket; move it away, or name another path")
 
 
 class _Keeper:

@@ -21,3 +21,27 @@ def test_holder_that_cannot_be_seen_is_not_taken_for_dead(tmp_path: Path) -> Non
     os.close(lock)
 
     asyncio.run(end_earlier(path, "kvcached.worker.main", 1))
+
+
+@pytest.mark.parametrize("content", ["a poem\n", "1" * 21], ids=["text", "long"])
+def test_file_that_is_no_lock_keeps_its_content(tmp_path: Path, content: str) -> None:
+    """A file that holds something else than a process id is not emptied, and stays free for its owner's own locks."""
+    path = tmp_path / "poem.lock"
+    path.write_text(content)
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="holds something else than a process id; move it away, or name another"):
+            take_lock(str(path))
+
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("content", ["", "4194304\n", "\0" * 8], ids=["empty", "dead", "crash"])
+def test_lock_of_a_dead_process_is_taken(tmp_path: Path, content: str) -> None:
+    """A lock whose holder is dead is taken and emptied, whatever the holder or a crash of the machine has left."""
+    path = tmp_path / "worker.lock"
+    path.write_text(content)
+
+    os.close(take_lock(str(path)))
+
+    assert path.read_text() == ""

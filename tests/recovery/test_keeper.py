@@ -250,10 +250,10 @@ def test_keeper_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         asyncio.run(take_from(tmp_path / "keeper.sock"))
 
 
-def test_second_keeper_at_one_socket_is_refused(keeper: KeeperProcess) -> None:
-    """Two keepers never have one socket: the second says so, with the exit code of a failed start."""
-    result = subprocess.run(
-        [sys.executable, "-m", "kvcached", "keep", "--socket", str(keeper.path)],
+def kept_at(path: Path) -> subprocess.CompletedProcess[str]:
+    """A keeper that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvcached", "keep", "--socket", str(path)],
         cwd=ROOT,
         env=clean_environment(),
         capture_output=True,
@@ -262,5 +262,23 @@ def test_second_keeper_at_one_socket_is_refused(keeper: KeeperProcess) -> None:
         check=False,
     )
 
+
+def test_second_keeper_at_one_socket_is_refused(keeper: KeeperProcess) -> None:
+    """Two keepers never have one socket: the second says so, with the exit code of a failed start."""
+    result = kept_at(keeper.path)
+
     assert (result.returncode, result.stdout) == (ExitCode.START_FAILED, "")
     assert "is locked by another process" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["poem", "poem.lock"])
+def test_file_at_the_path_of_the_socket_stays(tmp_path: Path, name: str) -> None:
+    """A file where the socket or its lock would be is neither removed nor emptied: the keeper does not start."""
+    (tmp_path / name).write_text("so much depends\n")
+
+    result = kept_at(tmp_path / "poem")
+
+    assert (result.returncode, result.stdout) == (ExitCode.START_FAILED, "")
+    assert f"kvcached: keeper at {tmp_path}/poem: " in result.stderr
+    assert "; move it away, or name another p" in result.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "so much depends\n"}
