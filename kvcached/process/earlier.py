@@ -32,19 +32,28 @@ def take_lock(path: str) -> int:
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OSError(error.errno, f"{path} is locked by another process") from error
-        content = os.pread(lock, _LOCK_BYTES_MAX + 1, 0)
-        if len(content) > _LOCK_BYTES_MAX or not _LOCK.fullmatch(content):
-            what = "is there, and holds something else than a process id; move it away, or name another place"
-            raise OSError(errno.EEXIST, f"{path} {what}")
+        _lock(lock, path)
         os.ftruncate(lock, 0)
     except BaseException:
         os.close(lock)
         raise
     return lock
+
+
+def _lock(lock: int, path: str) -> None:
+    """Lock a file that holds nothing but a lock's contents.
+
+    Raises:
+        OSError: another process holds it, or it holds something else.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} is locked by another process") from error
+    content = os.pread(lock, _LOCK_BYTES_MAX + 1, 0)
+    if len(content) > _LOCK_BYTES_MAX or not _LOCK.fullmatch(content):
+        what = "is there, and holds something else than a process id; move it away, or name another place"
+        raise OSError(errno.EEXIST, f"{path} {what}")
 
 
 def name_holder(lock: int, pid: int) -> None:

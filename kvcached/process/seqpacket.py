@@ -14,6 +14,8 @@ from array import array
 from contextlib import suppress
 from typing import NamedTuple, Self
 
+from kvcached.process.descriptors import was_none_free
+
 _CREDENTIALS = struct.Struct("iII")
 _SO_PEERGROUPS = 59
 #: As many groups as Python can ask for. Of a process that has more, its user and first group count.
@@ -48,7 +50,8 @@ class Packet(NamedTuple):
 
     data: bytes
     descriptors: list[int]  #: close-on-exec; the receiver's to close
-    cut: bool  #: bytes or descriptors beyond the receiver's limits are lost
+    cut: bool  #: bytes or descriptors are lost: beyond the receiver's limits, or because it has too many files open
+    is_none_free: bool = False  #: it is the latter
 
     def close(self) -> None:
         """Close every descriptor that came along."""
@@ -144,7 +147,7 @@ def receive(connection: socket.socket, size_bytes_max: int, descriptors_max: int
     cut = bool(told & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
     if not data and not descriptors and not cut:
         return None
-    return Packet(data, list(descriptors), cut)
+    return Packet(data, list(descriptors), cut, was_none_free(told, len(descriptors), descriptors_max))
 
 
 def wait_packet(connection: socket.socket, size_bytes_max: int, descriptors_max: int) -> Packet | None:

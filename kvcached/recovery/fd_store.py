@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+from kvcached.process.descriptors import none_free, was_none_free
 from kvcached.process.readable import readable
 
 NOTIFY_VARIABLE: Final = "NOTIFY_SOCKET"
@@ -52,6 +53,7 @@ KEPT_MAX: Final = 256
 #: The longest message; systemd has the same limit.
 MESSAGE_BYTES_MAX: Final = 4096
 DESCRIPTORS_PER_MESSAGE_MAX: Final = 16
+TOO_LARGE: Final = f"more than {MESSAGE_BYTES_MAX} bytes or {DESCRIPTORS_PER_MESSAGE_MAX} descriptors at once"
 #: How many messages are read at a time: more than a queue holds. A flood of messages must not delay signals.
 _MESSAGES_PER_CALL_MAX: Final = 1024
 #: The interval between two log lines about rejected messages.
@@ -258,7 +260,8 @@ class NoticeSocket:
             if sender is None or not pid or sender[:2] != (pid, os.geteuid()):
                 fault = f"it is of process {sender[0] if sender else 0}, not of the daemon ({pid})"
             elif flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                fault = f"more than {MESSAGE_BYTES_MAX} bytes or {DESCRIPTORS_PER_MESSAGE_MAX} descriptors"
+                is_lost = was_none_free(flags, len(descriptors), DESCRIPTORS_PER_MESSAGE_MAX)
+                fault = none_free() if is_lost else TOO_LARGE
             if fault:
                 self._refusals.note(fault)
                 _close(descriptors)

@@ -21,12 +21,14 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from typing import Final
 
+from kvcached.process.descriptors import none_free, raise_soft_limit
 from kvcached.process.earlier import take_lock
 from kvcached.process.seqpacket import SocketFile, listen, peer_credentials, receive, send
 from kvcached.recovery.fd_store import (
     DESCRIPTORS_PER_MESSAGE_MAX,
     MESSAGE_BYTES_MAX,
     READY,
+    TOO_LARGE,
     KeptDescriptors,
     Notice,
     Refusals,
@@ -57,6 +59,7 @@ def keep(path: str) -> int:
     # The end of a terminal drops no memory. Orphans of a pid namespace whose first process this is are not waited for.
     for number in (signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
+    raise_soft_limit()  # it holds up to `KEPT_MAX` descriptors
     return asyncio.run(_Keeper(path).run())
 
 
@@ -176,8 +179,7 @@ class _Keeper:
                 self._lose("it has ended")
             elif packet.cut:
                 packet.close()
-                limits = f"{MESSAGE_BYTES_MAX} bytes or {DESCRIPTORS_PER_MESSAGE_MAX} descriptors"
-                self._lose(f"it has sent more than {limits} at once")
+                self._lose(none_free() if packet.is_none_free else f"it has sent {TOO_LARGE}")
             else:
                 self._kept.take(Notice.of(packet.data, packet.descriptors))
 

@@ -11,6 +11,7 @@ from array import array
 from typing import Final
 
 from kvcached.process.backoff import BackOff
+from kvcached.process.descriptors import none_free
 from kvcached.process.readable import readable
 from kvcached.process.seqpacket import peer_credentials, receive
 from kvcached.recovery.fd_store import (
@@ -180,13 +181,16 @@ async def _take_all(connection: socket.socket, found: KeptDescriptors) -> None:
     """Read what the keeper has, up to its word that this is all.
 
     Raises:
-        OSError: the keeper serves another supervisor, or has closed the connection.
+        OSError: the keeper serves another supervisor, or has closed the connection, or no descriptor is free here.
     """
     while True:
         await readable(connection.fileno())
         packet = receive(connection, MESSAGE_BYTES_MAX, DESCRIPTORS_PER_MESSAGE_MAX)
         if packet is None:
             raise OSError(errno.ECONNRESET, "it has closed the connection")
+        if packet.is_none_free:  # to start without this memory would need it a second time
+            packet.close()
+            raise OSError(errno.EMFILE, none_free())
         notice = Notice.of(packet.data, packet.descriptors)
         found.take(notice)
         if notice.fields.get("READY") == "1":

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+from kvcached.process.descriptors import raise_soft_limit
 from kvcached.process.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from kvcached.recovery.fd_store import (
     COUNT_VARIABLE,
@@ -96,6 +97,7 @@ def supervise(command: Sequence[str], policy: Policy, keeper: str = "") -> int:
     Raises:
         OSError: the kernel or the keeper refused a step before the first start; nothing was started.
     """
+    raise_soft_limit()  # it holds every part of every pool, as the daemon does
     return asyncio.run(_Supervisor(command, policy, keeper).run())
 
 

@@ -16,16 +16,14 @@ from kvcached.recovery.fd_store import READY, STOPPING, VARIABLES, notify, remov
 
 STOPPED_STATUS = 7
 UNREADY_STATUS = 5
+#: As many shards as a soft limit of open files lets nobody have.
+PARTS = 100
 
 
 def main(address: str, behaviours: set[str]) -> None:
     """Start, say so, then do what signals ask for."""
     stored = take_stored()
-    if "pool" in stored:
-        pool = stored["pool"][0]
-    else:
-        pool = os.memfd_create("pool")
-        store("pool", pool)
+    pool = stored["pool"][0] if "pool" in stored else new_pool(PARTS if "large" in behaviours else 0)
     teller = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     teller.connect(address)
     before = os.pread(pool, 1000, 0).decode()
@@ -63,6 +61,14 @@ def main(address: str, behaviours: set[str]) -> None:
     if "container" in behaviours:
         os.kill(1 if before else os.getpid(), signal.SIGTERM if before else signal.SIGKILL)
     wait_for_the_end(signals, tell, stubborn="stubborn" in behaviours)
+
+
+def new_pool(parts: int) -> int:
+    """Make a memory and so many more, which are kept from now on."""
+    store("pool", pool := os.memfd_create("pool"))
+    for number in range(parts):
+        store("part", os.memfd_create(f"part {number}"))
+    return pool
 
 
 def wait_for_the_end(signals: set[signal.Signals], tell: object, *, stubborn: bool) -> None:

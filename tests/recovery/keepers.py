@@ -39,15 +39,20 @@ class KeeperProcess:
 
 
 @contextlib.contextmanager
-def keeper_process(directory: Path) -> Iterator[KeeperProcess]:
-    """A keeper from its readiness on, with its socket in a directory; a second one there follows a dead one."""
+def keeper_process(directory: Path, *within: str) -> Iterator[KeeperProcess]:
+    """A keeper from its readiness on, with its socket in a directory; a second one there follows a dead one.
+
+    Args:
+        directory: where everything is.
+        within: the command that starts it, such as one that sets limits for it.
+    """
     path, told = directory / "keeper.sock", directory / "keeper-notify"
     told.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, (directory / "keeper.log").open("ab") as log:
         notices.bind(str(told))
         notices.settimeout(DEADLINE_S)
         with subprocess.Popen(
-            [sys.executable, "-m", "kvcached", "keep", "--socket", str(path)],
+            [*within, sys.executable, "-m", "kvcached", "keep", "--socket", str(path)],
             cwd=ROOT,
             env={**clean_environment(), "NOTIFY_SOCKET": str(told)},
             stderr=log,

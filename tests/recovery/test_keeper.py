@@ -22,6 +22,7 @@ from kvcached.process.seqpacket import listen, receive
 from kvcached.recovery import keeper_link
 from kvcached.recovery.fd_store import KEPT_MAX, MESSAGE_BYTES_MAX, KeptDescriptors, Notice, store_message
 from kvcached.recovery.keeper_link import KeeperLink
+from tests.client.descriptors import no_descriptor_left
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 from tests.recovery.keepers import DEADLINE_S, KeeperProcess, keeper_process
@@ -217,6 +218,51 @@ def test_keeper_keeps_a_limited_number(keeper: KeeperProcess, memfd: Callable[[b
 
     assert contents(keeper) == [str(number).encode() for number in range(KEPT_MAX)]
     assert f"the limit of {KEPT_MAX} is reached" in keeper.log
+
+
+def test_keeper_may_have_as_many_descriptors_as_its_hard_limit_allows(
+    tmp_path: Path, memfd: Callable[[bytes], int]
+) -> None:
+    """A shell's soft limit of open files costs no memory. Where the hard one is too low, the log says so, and how."""
+    few = 40
+    with keeper_process(tmp_path, "prlimit", f"--nofile={few}:") as keeper:
+        with Supervisor(keeper) as first:
+            first.given()
+            for _ in range(2 * few):
+                first.say(store_message("pool"), memfd(b""))
+            first.barrier()
+        assert len(contents(keeper)) == 2 * few
+
+    with keeper_process(tmp_path, "prlimit", f"--nofile={few}:{few}") as keeper, Supervisor(keeper) as first:
+        first.given()
+        with pytest.raises(OSError, match=r"Broken pipe|Connection reset"):  # noqa: PT012 - any of them may be the last
+            while True:
+                first.say(store_message("pool"), memfd(b""))
+        assert f"the supervisor is gone: no descriptor is free: this process may have {few} files open" in keeper.log
+
+
+def test_memory_for_which_no_descriptor_is_free_is_not_left_behind(
+    keeper: KeeperProcess, memfd: Callable[[bytes], int]
+) -> None:
+    """A supervisor that may have too few files open says so and does not start: the keeper still has its memory."""
+    with Supervisor(keeper) as first:
+        first.given()
+        for number in range(3):
+            first.say(store_message("pool"), memfd(str(number).encode()))
+        first.barrier()
+
+    async def take_with_few_left() -> None:
+        link = KeeperLink(str(keeper.path), KeptDescriptors())
+        spare = [os.dup(0) for _ in range(2)]  # its socket, and a descriptor of three
+        with no_descriptor_left():
+            for each in spare:
+                os.close(each)
+            await link.open()
+
+    with pytest.raises(OSError, match=rf"keeper at {keeper.path}: no descriptor is free: .*; raise LimitNOFILE="):
+        asyncio.run(take_with_few_left())
+
+    assert contents(keeper) == [b"0", b"1", b"2"]
 
 
 def test_too_long_message_ends_the_connection(keeper: KeeperProcess) -> None:

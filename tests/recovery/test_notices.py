@@ -6,6 +6,7 @@ import array
 import gc
 import logging
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.recovery.fd_store import KEPT_MAX, READY, KeptDescriptors, Notice, NoticeSocket, notify, remove, store
+from tests.client.descriptors import no_descriptor_left
 
 
 @pytest.fixture
@@ -150,6 +152,19 @@ def test_messages_that_were_cut_are_not_believed(
 
     assert ["more than" in message for message in caplog.messages] == [True, True]
     assert open_descriptors() == before
+
+
+def test_message_whose_descriptor_finds_no_place_is_told_apart(
+    notices: NoticeSocket, memfd: Callable[[bytes], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where this process has too many files open, the log names that limit, not the size of the message."""
+    store("pool", memfd(b""))
+
+    with caplog.at_level(logging.WARNING, "kvcached"), no_descriptor_left():
+        assert list(notices.messages(os.getpid())) == []
+
+    (message,) = caplog.messages
+    assert re.search(r"no descriptor is free: this process may have \d+ files open; raise LimitNOFILE=", message)
 
 
 def test_what_is_stored_is_kept_until_it_is_removed(

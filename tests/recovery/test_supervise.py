@@ -21,7 +21,7 @@ import pytest
 from kvcached.process.identity import identity_of
 from kvcached.recovery.supervise import FAILED_STARTS_MAX, PAUSE_MAX_S, PAUSE_MIN_S, START_FAILED
 from tests.project.source_tree import ROOT
-from tests.recovery.fake_daemon import STOPPED_STATUS, UNREADY_STATUS
+from tests.recovery.fake_daemon import PARTS, STOPPED_STATUS, UNREADY_STATUS
 
 DEADLINE_S = 20
 QUICK = {"pause_min_s": 0.01, "pause_max_s": 0.02}
@@ -135,6 +135,14 @@ def test_memory_that_the_daemon_gives_up_is_not_kept(supervised: Callable[..., A
         os.kill(it.ready()["pid"], signal.SIGKILL)
 
         assert (it.event()["before"], it.notice()) == ([], "READY=1")
+
+
+def test_low_soft_limit_of_open_files_costs_no_memory(supervised: Callable[..., Any]) -> None:
+    """A supervisor keeps more descriptors than a shell's soft limit allows: the hard one counts."""
+    with supervised("large", within=("prlimit", f"--nofile={PARTS // 2}:")) as it:
+        os.kill(it.ready()["pid"], signal.SIGKILL)
+
+        assert it.ready()["names"] == {"pool": 1, "part": PARTS}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
