@@ -130,15 +130,15 @@ def supervise(
     from click.core import ParameterSource
 
     from kvcached.log import set_up_logging
-    from kvcached.recovery.supervise import Policy, serve_command
+    from kvcached.recovery.supervise import Policy, check_command, serve_command
     from kvcached.recovery.supervise import supervise as run
 
     set_up_logging("info", log_format)
     given = context.get_parameter_source("log_format") is ParameterSource.COMMANDLINE
-    passed_on = ["--log-format", log_format] if given else []
-    command, policy = serve_command([*passed_on, *serve_arguments]), Policy(failed_starts_max=failed_starts_max)
+    arguments = [*(["--log-format", log_format] if given else []), *serve_arguments]
+    policy = Policy(failed_starts_max=failed_starts_max)
     try:
-        status = run(command, policy, "" if keeper is None else str(keeper))
+        status = run(serve_command(arguments), policy, str(keeper or ""), check_command(arguments))
     except OSError as error:
         fail(ExitCode.START_FAILED, error.strerror or str(error))
     sys.exit(status)

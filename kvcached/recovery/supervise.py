@@ -21,6 +21,7 @@ from typing import Final, NoReturn
 
 from kvcached.process.descriptors import raise_soft_limit
 from kvcached.process.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from kvcached.process.trial import Trial
 from kvcached.recovery.fd_store import (
     COUNT_VARIABLE,
     FIRST_DESCRIPTOR,
@@ -53,6 +54,8 @@ START_MAX_S: Final = 90.0
 SILENCE_MAX_S: Final = 30.0
 #: The time from SIGABRT, which makes the daemon log where it hangs, to SIGKILL, which also ends a stopped process.
 KILL_AFTER_S: Final = 3.0
+#: How long a look at the configuration may take before SIGHUP restarts a daemon that runs.
+CHECK_MAX_S: Final = 30.0
 #: Exit status: the daemon could not be started.
 START_FAILED: Final = 3
 #: Exit status of the daemon if its configuration or an option is wrong.
@@ -76,14 +79,24 @@ class Policy:
     start_max_s: float = START_MAX_S
     silence_max_s: float = SILENCE_MAX_S
     kill_after_s: float = KILL_AFTER_S
+    check_max_s: float = CHECK_MAX_S
 
 
 def serve_command(arguments: Sequence[str]) -> list[str]:
     """The command that starts this distribution's daemon."""
-    return [sys.executable, "-P", "-m", "kvcached", "serve", *arguments]
+    return _command("serve", arguments)
 
 
-def supervise(command: Sequence[str], policy: Policy, keeper: str = "") -> int:
+def check_command(arguments: Sequence[str]) -> list[str]:
+    """The command that looks whether the daemon would start with the configuration as it is now."""
+    return _command("check-config", arguments)
+
+
+def _command(name: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", "-m", "kvcached", name, *arguments]
+
+
+def supervise(command: Sequence[str], policy: Policy, keeper: str = "", check: Sequence[str] = ()) -> int:
     """Run `command` until SIGTERM or SIGINT, which are forwarded; SIGHUP restarts it. Returns the exit status.
 
     If the daemon was told to stop, or if its first start was wrong usage, that is the daemon's own status, or 128 plus
@@ -93,17 +106,19 @@ def supervise(command: Sequence[str], policy: Policy, keeper: str = "") -> int:
         command: the daemon's.
         policy: when it is started again.
         keeper: the socket of a keeper, which keeps the descriptors beyond the end of this process; empty without one.
+        check: run at SIGHUP while the daemon runs, which is only restarted if this ends with 0; empty for no check.
 
     Raises:
         OSError: the kernel or the keeper refused a step before the first start; nothing was started.
     """
     raise_soft_limit()  # it holds every part of every pool, as the daemon does
-    return asyncio.run(_Supervisor(command, policy, keeper).run())
+    return asyncio.run(_Supervisor(command, policy, keeper, check).run())
 
 
 class _Supervisor:
-    def __init__(self, command: Sequence[str], policy: Policy, keeper: str) -> None:
+    def __init__(self, command: Sequence[str], policy: Policy, keeper: str, check: Sequence[str]) -> None:
         self._command = list(command)
+        self._check_command = list(check)
         self._policy = policy
         self._keeper_path = keeper
         self._kept = KeptDescriptors()
@@ -116,6 +131,7 @@ class _Supervisor:
         self._pause_s = policy.pause_min_s
         self._timer: asyncio.TimerHandle | None = None
         self._kill_timer: asyncio.TimerHandle | None = None  #: from SIGABRT to SIGKILL
+        self._check: Trial | None = None  #: of the configuration, while it runs
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -138,6 +154,9 @@ class _Supervisor:
             return await self._done
         finally:
             self._pings.close()
+            if self._check is not None:
+                self._check_timer.cancel()
+                self._check.kill()
             if self._keeper is not None:
                 self._keeper.close()
             self._loop.remove_reader(self._notices.fileno())
@@ -192,7 +211,9 @@ class _Supervisor:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                if pid == self._pid:
+                if self._check is not None and pid == self._check.pid:
+                    self._on_checked(self._check, os.waitstatus_to_exitcode(status))
+                elif pid == self._pid:
                     self._read_notices()  # messages from before its end
                     self._pid = 0
                     self._watch.end()
@@ -233,6 +254,34 @@ class _Supervisor:
             self._end(0)
 
     def _on_restart(self) -> None:
+        """Restart the daemon: one that runs only where the next one can start, for nobody else has its memory."""
+        if self._is_told_to_stop or self._check is not None:
+            return
+        if not self._pid or self._is_to_restart or not self._check_command:
+            self._restart()
+            return
+        try:
+            self._check = Trial(self._check_command)
+        except OSError as error:
+            self._refuse_restart(f"the configuration cannot be checked: {error}")
+        else:
+            self._check_timer = self._loop.call_later(self._policy.check_max_s, self._check.kill)
+
+    def _on_checked(self, check: Trial, status: int) -> None:
+        self._check = None
+        self._check_timer.cancel()
+        fault = check.end(status)
+        if status == -signal.SIGKILL:
+            fault = f"the check of the configuration was killed, as after {self._policy.check_max_s:g} s"
+        if not fault:
+            self._restart()
+        elif not self._is_told_to_stop:
+            self._refuse_restart(fault)
+
+    def _refuse_restart(self, fault: str) -> None:
+        _log.error("SIGHUP: the daemon goes on and is not restarted: %s. Mend that, and send SIGHUP again", fault)
+
+    def _restart(self) -> None:
         """Stop the daemon if it runs, and start it with its stored descriptors. A second call kills it at once."""
         if self._is_told_to_stop:
             return

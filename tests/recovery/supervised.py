@@ -1,6 +1,6 @@
 """``python -m tests.recovery.supervised <policy as JSON> <command>...``: a supervisor of any command.
 
-The policy may also name the socket of a keeper.
+The policy may also name the socket of a keeper, and a command that looks whether a restart would succeed.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ from kvcached.recovery.supervise import Policy, supervise
 if __name__ == "__main__":
     set_up_logging("info", "plain")
     policy = json.loads(sys.argv[1])
-    keeper = policy.pop("keeper", "")
-    sys.exit(supervise(sys.argv[2:], Policy(**policy), keeper))
+    keeper, check = policy.pop("keeper", ""), policy.pop("check", ())
+    sys.exit(supervise(sys.argv[2:], Policy(**policy), keeper, check))

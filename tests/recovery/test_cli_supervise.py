@@ -36,18 +36,21 @@ DEADLINE_S = 30
 def test_cli_supervise_hands_its_arguments_on(
     given: list[str], passed_on: list[str], failed_starts_max: int, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvcached supervise` runs `serve` of the same program with what is not its own, and exits with its status."""
+    """`kvcached supervise` runs `serve` of the same program with what is not its own, and exits with its status.
+
+    The check of the configuration at SIGHUP gets the same.
+    """
     calls = []
 
-    def fake(command: list[str], policy: Policy, keeper: str) -> int:
-        calls.append((command, policy, keeper))
+    def fake(command: list[str], policy: Policy, keeper: str, check: list[str]) -> int:
+        calls.append((command, policy, keeper, check))
         return 9
 
     monkeypatch.setattr(kvcached.recovery.supervise, "supervise", fake)
 
     assert CliRunner().invoke(main, ["supervise", *given]).exit_code == 9
-    expected = [sys.executable, "-P", "-m", "kvcached", "serve", *passed_on]
-    assert calls == [(expected, Policy(failed_starts_max=failed_starts_max), keeper)]
+    serve, check = ([sys.executable, "-P", "-m", "kvcached", name, *passed_on] for name in ("serve", "check-config"))
+    assert calls == [(serve, Policy(failed_starts_max=failed_starts_max), keeper, check)]
 
 
 def test_cli_supervise_uses_the_exit_codes_of_the_command() -> None:

@@ -1,0 +1,112 @@
+"""SIGHUP to the supervisor while its configuration is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcached_client import Admin
+from tests.project.daemon_process import clean_environment
+from tests.project.source_tree import ROOT
+from tests.recovery.fake_daemon import STOPPED_STATUS
+from tests.recovery.test_cli_supervise import CONFIG, DEADLINE_S
+from tests.recovery.test_supervise import supervised  # noqa: F401 - a fixture
+
+
+def test_daemon_is_not_stopped_for_a_configuration_that_is_wrong(
+    tmp_path: Path,
+    supervised: Callable[..., Any],  # noqa: F811 - the fixture
+) -> None:
+    """SIGHUP leaves the daemon alone, with one line that says why, until its check passes; then it restarts it."""
+    file = tmp_path / "configuration"
+    with supervised(check=["cat", str(file)]) as it:
+        first = it.ready()
+        it.send(signal.SIGHUP)
+        it.logged(r"ERROR .*SIGHUP: the daemon goes on and is not restarted: cat: .*configuration'?: No such file")
+        file.touch()
+        it.send(signal.SIGHUP)
+
+        assert it.event() == {"event": "stopping", "pid": first["pid"], "signal": "SIGTERM"}
+        assert it.ready()["before"] == [str(first["pid"])]
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (["sleep", "60"], r"the check of the configuration was killed, as after 0\.3 s"),
+        (["/no/check"], r"the configuration cannot be checked: .*'/no/check'"),
+        (["false"], r"its check ended with status 1"),
+    ],
+    ids=["hangs", "is missing", "is silent"],
+)
+def test_check_that_fails_is_no_reason_to_stop_the_daemon(
+    check: list[str],
+    reason: str,
+    supervised: Callable[..., Any],  # noqa: F811 - the fixture
+) -> None:
+    """Without an answer the daemon is not restarted, either; further SIGHUP meanwhile do nothing."""
+    with supervised(check=check, check_max_s=0.3) as it:
+        first = it.ready()
+        it.send(signal.SIGHUP)
+        it.send(signal.SIGHUP)
+        it.logged(f"SIGHUP: the daemon goes on and is not restarted: {reason}")
+
+        os.kill(first["pid"], signal.SIGKILL)
+        assert it.ready()["before"] == [str(first["pid"])]
+
+
+def test_stop_does_not_wait_for_the_check(supervised: Callable[..., Any]) -> None:  # noqa: F811 - the fixture
+    """SIGTERM ends daemon and supervisor while the configuration is looked at."""
+    with supervised(check=["sleep", "60"]) as it:
+        it.ready()
+        it.send(signal.SIGHUP)
+        it.send(signal.SIGTERM)
+
+        assert it.status() == STOPPED_STATUS
+
+
+def test_real_daemon_is_not_stopped_for_a_configuration_that_is_wrong(tmp_path: Path) -> None:
+    """SIGHUP with a broken file leaves the daemon as it is, with one line; with the mended file it is restarted."""
+    config, good = tmp_path / "kvcached.toml", Path(CONFIG).read_text()
+    config.write_text(good)
+    options = ["--config", str(config), "--run-dir", str(tmp_path / "run")]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+        notices.bind(str(tmp_path / "notify"))
+        notices.settimeout(DEADLINE_S)
+        with subprocess.Popen(
+            [sys.executable, "-m", "kvcached", "supervise", *options],
+            cwd=ROOT,
+            env={**clean_environment(), "NOTIFY_SOCKET": str(tmp_path / "notify")},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as supervisor:
+            try:
+                assert notices.recv(100) == b"READY=1"
+                with Admin.connect(tmp_path / "run") as admin:
+                    before = admin.describe().pid
+                config.write_text("log_levle = 'info'\nsession_ttl_ms = 5\n" + good)
+                supervisor.send_signal(signal.SIGHUP)
+                assert supervisor.stderr is not None
+                refused = next(line for line in supervisor.stderr if "SIGHUP" in line)
+                assert (
+                    f"the daemon goes on and is not restarted: {config}:2: session_ttl_ms = 5: is too small" in refused
+                )
+                assert refused.endswith("(and 1 more). Mend that, and send SIGHUP again\n")
+                with Admin.connect(tmp_path / "run") as admin:
+                    assert admin.describe().pid == before
+
+                config.write_text(good)
+                supervisor.send_signal(signal.SIGHUP)
+                assert notices.recv(100) == b"READY=1"
+                with Admin.connect(tmp_path / "run") as admin:
+                    assert admin.describe().pid != before
+            finally:
+                supervisor.kill()
