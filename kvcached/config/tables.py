@@ -252,8 +252,8 @@ class StorageConfig(Table):
     key_file: FileBeside | None = Field(
         default=None,
         description="Encrypts all stored blocks and their names with the key in this file: 32 bytes, or 64"
-        " hexadecimal digits; only its owner may have read permission. A relative path starts at this file's"
-        " directory. Needs kvcached-daemon[encryption].",
+        " hexadecimal digits; only its owner may have read permission, and of root's file a group of the daemon. A"
+        " relative path starts at this file's directory. Needs kvcached-daemon[encryption].",
     )
     settings: dict[str, Any] = Field(
         default_factory=dict,

@@ -27,6 +27,7 @@ from kvcached.storage.backend import (
     Usage,
 )
 from kvcached.storage.frame import FRAME_BYTES, SHARDS_MAX
+from kvcached_client.protocol.key_files import is_private
 
 SECRET_BYTES: Final = 32
 _PAGE: Final = 4096
@@ -46,7 +47,7 @@ def read_secret(path: Path) -> bytes:
         fix = _fix_of(error, path)
         raise StorageUnusable(f"encryption: the key file {path}: {error.strerror}; {fix}") from error
     try:
-        _check_private(os.fstat(descriptor), path)
+        _check_private(descriptor, path)
         content = os.read(descriptor, 1024)
     finally:
         os.close(descriptor)
@@ -65,14 +66,15 @@ def _fix_of(error: OSError, path: Path) -> str:
     return "name the file of a key"
 
 
-def _check_private(state: os.stat_result, path: Path) -> None:
+def _check_private(descriptor: int, path: Path) -> None:
+    state = os.fstat(descriptor)
     own, name = os.geteuid(), shlex.quote(str(path))
     if not stat.S_ISREG(state.st_mode):
         raise StorageUnusable(f"encryption: {path} is no regular file; name the file of a key")
     if state.st_uid not in (0, own):
         what = f"{path} belongs to user {state.st_uid}, and this is user {own}"
         raise StorageUnusable(f"encryption: {what}; run this as the daemon's user, or chown {own} {name}")
-    if state.st_mode & 0o077:
+    if not is_private(descriptor):
         raise StorageUnusable(f"encryption: others than the owner of {path} may use it; chmod 600 {name}")
 
 

@@ -1,8 +1,9 @@
-"""Keys of CURVE as text, as ZeroMQ writes them (Z85), and in files that only their owner reads."""
+"""Keys of CURVE as text, as ZeroMQ writes them (Z85), and in files that nobody else reads."""
 
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import stat
 from pathlib import Path
@@ -19,6 +20,9 @@ _TO_ZEROMQ: Final = str.maketrans(_PYTHONS, _ZEROMQS)
 _FROM_ZEROMQ: Final = str.maketrans(_ZEROMQS, _PYTHONS)
 _FILE_BYTES_MAX: Final = 1024
 _FOR_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+_ROOT: Final = 0
+#: In an access control list, further users and groups may be let in.
+_ACCESS_LIST: Final = "system.posix_acl_access"
 
 
 def key_text(key: bytes) -> str:
@@ -49,8 +53,7 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
     except OSError as error:
         raise bad_value(f"key file {path}: {error.strerror}", f"name the file of a key, or {make}") from None
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_mode & _FOR_OTHERS or status.st_uid not in {0, os.geteuid()}:
+        if not is_private(descriptor):
             raise bad_value(f"key file {path} is not a file that its owner alone can read", f"chmod 600 {path}")
         content = os.read(descriptor, _FILE_BYTES_MAX)
     finally:
@@ -59,6 +62,29 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
         return key_of(content.decode("ascii").strip())
     except ValueError:
         raise bad_value(f"key file {path} has no key of {CURVE_KEY_LENGTH} characters in its only line", make) from None
+
+
+def is_private(descriptor: int) -> bool:
+    """Whether an open file is a regular one that nobody can use but root and this process's user.
+
+    A file of root may be readable by one of this process's groups, too: Kubernetes gives a Secret to a Pod so. Root's
+    own group does not count, for it is the group of everybody who was given none.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid not in {_ROOT, os.geteuid()}:
+        return False
+    granted = status.st_mode & _FOR_OTHERS
+    if granted == stat.S_IRGRP and status.st_uid == _ROOT and status.st_gid != _ROOT:
+        return status.st_gid in {os.getegid(), *os.getgroups()} and not _has_access_list(descriptor)
+    return not granted
+
+
+def _has_access_list(descriptor: int) -> bool:
+    try:
+        os.getxattr(descriptor, _ACCESS_LIST)
+    except OSError as error:
+        return error.errno not in {errno.ENODATA, errno.ENOTSUP}
+    return True
 
 
 def write_key_file(path: Path, secret: bytes) -> None:
