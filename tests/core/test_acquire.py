@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from tests.core.engine import (
     snapshot,
     states,
 )
+from tests.core.line_count import count_lines
 
 
 def test_hit_leaves_one_token_to_compute(cache: Cache) -> None:
@@ -97,24 +97,6 @@ def test_another_prompt_under_a_live_request_is_a_conflict(cache: Cache) -> None
         engine.acquire("abcd", request="one", full=False)
     engine.release(grant)
     assert engine.acquire("abcde", request="one").lease != grant.lease
-
-
-def count_lines(work: Callable[[], object], most: int) -> int:
-    """Lines of Python that some work executes; stops it beyond `most`."""
-    lines = 0
-
-    def trace(frame: object, event: str, argument: object) -> object:
-        nonlocal lines
-        lines += event == "line"
-        assert lines <= most
-        return trace
-
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        work()
-    finally:
-        sys.settrace(None)
-    return lines
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from tests.core.host_tier import (
     state_of,
     stored,
 )
+from tests.core.line_count import count_lines
+from tests.core.offload_engine import OffloadEngine, space
 
 MakeTiers = Callable[..., Cache]
 
@@ -237,3 +239,39 @@ def test_retry_of_a_request_whose_hit_was_cut_gets_the_same_answer(
     slots = array("i", loaded.ranges)
     keys = keys_of("abcdef")[2 * 16 :]
     cache.managed.commit(engine.session, engine.epoch, first.lease, 2, keys, slots, FenceSequence(0))
+
+
+@pytest.mark.parametrize("distance", [1, 2], ids=["all", "every second"])
+def test_report_of_many_corrupt_blocks_costs_some_steps_for_each(
+    new_offload: Callable[..., Cache], distance: int
+) -> None:
+    """However many blocks of a long load are bad, the report holds up nobody, nor does a store of what was lost."""
+    length = 4000
+    cache = new_offload(slabs=1)
+    engine, text = OffloadEngine(cache, space(per_slab=length, shards=1)), "".join(map(chr, range(length)))
+    engine.store(text)
+    lease = engine.acquire(text)
+    load, bad = engine.load(lease), range(0, length, distance)
+    count_lines(lambda: engine.complete(load.transfer, *bad), most=100 * length)
+    assert (engine.hit(text), cache.counters["corrupt_blocks"]) == (0, len(bad))
+    assert engine.states == (len(bad), 0, length - len(bad), 0)
+
+    other = engine.acquire(text)
+    count_lines(lambda: engine.prepare(other, text), most=100 * length)
+    assert engine.states == (0, len(bad), length - len(bad), 0)
+    engine.commit(next(iter(cache.offload.sessions[engine.session].transfers)))
+    assert engine.hit(text) == length
+
+
+def test_many_corrupt_blocks_that_others_read_cost_some_steps_for_each(new_offload: Callable[..., Cache]) -> None:
+    """Other loads of the same blocks are told of all that are bad at once, and the last one of them drops these."""
+    length = 1000
+    cache = new_offload(slabs=1)
+    engine, text = OffloadEngine(cache, space(per_slab=length, shards=1)), "".join(map(chr, range(length)))
+    engine.store(text)
+    mine, theirs = (engine.load(engine.acquire(text)) for _ in range(2))
+    count_lines(lambda: engine.complete(mine.transfer, *range(length)), most=100 * length)
+    assert engine.states == (0, 0, length, 0)
+    count_lines(lambda: engine.complete(theirs.transfer), most=100 * length)
+
+    assert engine.states == (length, 0, 0, 0)

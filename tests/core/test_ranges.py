@@ -8,7 +8,19 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcached.core.slots.ranges import append, cut, join, pop_tail, section, slot_count, subtract
+from kvcached.core.slots.ranges import (
+    append,
+    cut,
+    hole,
+    join,
+    overlaid,
+    places_of,
+    pop_tail,
+    section,
+    slot_count,
+    slots_at,
+    subtract,
+)
 
 Pairs = list[tuple[int, int]]
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=6)
@@ -61,6 +73,43 @@ def test_append_merges_neighbours() -> None:
     append(ranges, packed([(5, 4), (0, 1)]))
 
     assert ranges == packed([(3, 6), (0, 1)])
+
+
+def test_append_makes_one_hole_of_two() -> None:
+    """Holes side by side are one, also where one is the rest of another; a hole and a slot are not."""
+    rest = cut(hole(3), 1)[1]
+    ranges = hole(2)
+    for more in (rest, hole(1), packed([(0, 1)]), hole(4)):
+        append(ranges, more)
+
+    assert ranges[1::2] == array("i", [5, 1, 4])
+    assert ranges[2] == 0
+
+
+@given(PAIRS, st.sets(st.integers(0, 40)))
+def test_slots_are_found_by_place_and_places_by_slot(pairs: Pairs, wanted: set[int]) -> None:
+    """As one by one in the list of slots; what is behind the end, or not there, is left out."""
+    whole, numbers = slots(packed(pairs)), sorted(wanted)
+
+    assert slots_at(packed(pairs), numbers) == [whole[place] for place in numbers if place < len(whole)]
+    expected = [(place, slot) for place, slot in enumerate(whole) if slot in wanted]
+    assert sorted(places_of(packed(pairs), numbers)) == expected
+
+
+@given(PAIRS, st.sets(st.integers(0, 40), min_size=1), st.integers(0, 9))
+def test_overlaid_slots_take_their_places(pairs: Pairs, places: set[int], offset: int) -> None:
+    """What is laid over stands in its places, what was there between them; holes where that does not reach."""
+    order = sorted(place - min(places) for place in places)
+    starts = [place for place in order if place - 1 not in order]
+    ends = [place + 1 for place in order if place + 1 not in order]
+    spans = [(start + offset, end + offset) for start, end in zip(starts, ends, strict=True)]
+    expected = [*slots(packed(pairs)), *[-1] * 50][: ends[-1]]
+    for number, place in enumerate(order):
+        expected[place] = 100 + 2 * number
+
+    laid = overlaid(packed(pairs), spans, packed([(100 + 2 * number, 1) for number in range(len(order))]))
+
+    assert [max(slot, -1) for slot in slots(laid)] == expected
 
 
 @given(st.sets(st.integers(0, 40)), st.randoms(use_true_random=False))

@@ -18,7 +18,7 @@ from tests.mutants.mutant import caught_by, rewrite
 @caught_by("tests/core/test_load_failures.py::test_corrupt_copy_that_another_load_reads_leaves_with_that_load")
 def corrupt_slot_freed_while_a_copy_reads_it(patch: pytest.MonkeyPatch) -> None:
     """A host slot with bad bytes is free though another load still reads it."""
-    patch.setattr(TransferTable, "pass_on", lambda *_: False)
+    patch.setattr(TransferTable, "pass_on", lambda *_: set())
 
 
 @caught_by("tests/core/test_load_failures.py::test_hit_is_cut_where_a_load_failed")

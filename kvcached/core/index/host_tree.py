@@ -12,7 +12,7 @@ from collections import Counter
 from kvcached.core.eviction.by_tenant import ByTenant
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.index.pieces import Piece, gaps_of
+from kvcached.core.index.pieces import Piece, by_run, gaps_of
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import RunTree, resident
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
@@ -25,6 +25,7 @@ from kvcached.core.slots.ranges import (
     hole_tail,
     join,
     no_ranges,
+    overlaid,
     pairs,
     section,
     slot_count,
@@ -205,17 +206,14 @@ class HostTree(RunTree):
 
     def put_host(self, run: Run, pieces: list[Piece], slots: Ranges[int]) -> None:
         """Blocks of the path to `run`, which are holes now, lie in `slots`. The caller locks them at once."""
-        for piece in pieces:
-            mine, slots = cut(slots, piece.end - piece.start)
-            self._place(run, piece, mine)
+        self._place(run, pieces, slots)
 
     def punch_host(self, run: Run, pieces: list[Piece]) -> None:
         """The host copies of these blocks of the path are no good: holes again. Their slots are the caller's to free.
 
         What is lost by that leaves the tree, as far as no transfer holds it.
         """
-        for piece in pieces:
-            self._place(run, piece, hole(piece.end - piece.start))
+        self._place(run, pieces, hole(sum(end - start for start, end in pieces)))
         self._prune(self.resolve(run, pieces[-1].end))
         self.drop_lost(run)
 
@@ -342,30 +340,31 @@ class HostTree(RunTree):
                     return
             at = at.parent
 
-    def _place(self, run: Run, piece: Piece, slots: Ranges[int]) -> None:
-        """Write slots, or holes, over blocks of a path, from the deepest of its runs up."""
-        end = piece.end
-        run = self.resolve(run, end)
-        parts: list[tuple[Run, int, int]] = []
-        while run.parent is not None and end > piece.start:
-            parts.append((run, max(piece.start - run.start, 0), end - run.start))
-            run, end = run.parent, run.start
-        for owner, first, last in reversed(parts):
-            mine, slots = cut(slots, last - first)
-            segment = self._cover(owner, first)
-            if self.tenants is not None and owner.tenant:
-                before = slot_count(without_holes(section(segment.ranges, first, last)))
-                self.tenants.count(owner.tenant, slot_count(without_holes(mine)) - before)
-            if segment.length == first:
-                append(segment.ranges, mine)
-                segment.length, segment.holed = last, segment.holed or has_holes(mine)
-                continue
-            ranges = section(segment.ranges, 0, first)
-            append(ranges, mine)
-            append(ranges, section(segment.ranges, last, segment.length))
-            segment.ranges, segment.holed = ranges, has_holes(ranges)
-            segment.length = max(segment.length, last)
-            segment.backed = min(segment.backed, first)
+    def _place(self, run: Run, pieces: list[Piece], slots: Ranges[int]) -> None:
+        """Write slots, or holes, over blocks of a path: over all that lie in one run at once."""
+        for owner, own in by_run(run, pieces):
+            mine, slots = cut(slots, sum(end - start for start, end in own))
+            self._write(owner, own, mine)
+
+    def _write(self, run: Run, pieces: list[Piece], slots: Ranges[int]) -> None:
+        """Write slots, or holes, over blocks of a run, counted from its first."""
+        first, last = pieces[0].start, pieces[-1].end
+        segment = self._cover(run, first)
+        if len(pieces) > 1:
+            slots = overlaid(section(segment.ranges, first, last), pieces, slots)
+        if self.tenants is not None and run.tenant:
+            before = slot_count(without_holes(section(segment.ranges, first, last)))
+            self.tenants.count(run.tenant, slot_count(without_holes(slots)) - before)
+        if segment.length == first:
+            append(segment.ranges, slots)
+            segment.length, segment.holed = last, segment.holed or has_holes(slots)
+            return
+        ranges = section(segment.ranges, 0, first)
+        append(ranges, slots)
+        append(ranges, section(segment.ranges, last, segment.length))
+        segment.ranges, segment.holed = ranges, has_holes(ranges)
+        segment.length = max(segment.length, last)
+        segment.backed = min(segment.backed, first)
 
     def _cover(self, run: Run, length: int) -> Segment:
         """The host segment of a run, made or lengthened by holes until it has `length` blocks, those above included."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 
 Ranges = array  # of typecode "i", with an even number of items
 
@@ -66,6 +66,26 @@ def place_of(ranges: Ranges[int], slot: int) -> int | None:
     return None
 
 
+def places_of(ranges: Ranges[int], slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Those of `slots`, which are sorted, that the ranges hold: each behind its place, counted from 0."""
+    place = 0
+    for first, count in pairs(ranges):
+        for slot in slots[bisect_left(slots, first) : bisect_left(slots, first + count)]:
+            yield place + slot - first, slot
+        place += count
+
+
+def slots_at(ranges: Ranges[int], places: Sequence[int]) -> list[int]:
+    """The slots at these places, which are sorted; below 0 in a hole, and none for a place behind the end."""
+    slots: list[int] = []
+    reached = 0
+    for first, count in pairs(ranges):
+        wanted = places[bisect_left(places, reached) : bisect_left(places, reached + count)]
+        slots.extend(first + place - reached for place in wanted)
+        reached += count
+    return slots
+
+
 def hole(count: int) -> Ranges[int]:
     """A list of one hole."""
     return array("i", (HOLE, count))
@@ -116,12 +136,14 @@ def hole_tail(ranges: Ranges[int]) -> int:
 
 
 def append(ranges: Ranges[int], more: Ranges[int]) -> None:
-    """Append `more` in place, merging where it goes on from the last range."""
-    if ranges and more and ranges[-2] + ranges[-1] == more[0]:
-        ranges[-1] += more[1]
-        ranges.extend(more[2:])
-    else:
-        ranges.extend(more)
+    """Append `more` in place, merging where it goes on from the last range, and two holes into one."""
+    if ranges and more:
+        last, first = ranges[-2], more[0]
+        if last + ranges[-1] == first or (last < 0 and first < 0):
+            ranges[-1] += more[1]
+            ranges.extend(more[2:])
+            return
+    ranges.extend(more)
 
 
 def chained(first: Ranges[int], then: Ranges[int]) -> Ranges[int]:
@@ -167,6 +189,43 @@ def cut(ranges: Ranges[int], count: int) -> tuple[Ranges[int], Ranges[int]]:
         if not count:
             return ranges[: index + 1], ranges[index + 1 :]
     return ranges[:], no_ranges()
+
+
+def parted(ranges: Ranges[int], sizes: Iterable[int]) -> Iterator[Ranges[int]]:
+    """The ranges in parts of so many slots each, in one pass over them; the last parts are short where they end."""
+    rest = pairs(ranges)
+    first = left = 0
+    for size in sizes:
+        part, missing = no_ranges(), size
+        while missing:
+            if not left:
+                first, left = next(rest, (0, 0))
+                if not left:
+                    break
+            taken = min(left, missing)
+            part.extend((first, taken))
+            first, left, missing = first + taken, left - taken, missing - taken
+        yield part
+
+
+def overlaid(ranges: Ranges[int], spans: Sequence[tuple[int, int]], over: Ranges[int]) -> Ranges[int]:
+    """A new list of `over` in the places ``[start, end)``, and of `ranges` between them; holes where those end before.
+
+    The places are in order, and the first of them is that of the ranges' first slot.
+    """
+    sizes = [end - start for start, end in spans]
+    gaps = [start - end for (_, end), (start, _) in pairwise(spans)]
+    kept = parted(ranges, chain.from_iterable(zip(sizes, gaps, strict=False)))
+    laid = no_ranges()
+    for part, gap in zip(parted(over, sizes), [*gaps, 0], strict=True):
+        append(laid, part)
+        if gap:
+            next(kept)  # what `part` is laid over
+            between = next(kept)
+            append(laid, between)
+            missing = gap - slot_count(between)
+            append(laid, hole(missing) if missing else no_ranges())
+    return laid
 
 
 def section(ranges: Ranges[int], start: int, end: int) -> Ranges[int]:

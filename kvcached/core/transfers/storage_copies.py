@@ -160,9 +160,7 @@ class Backups:
         if not copy.is_cleared:
             copy.tree.unlock_host(run, copy.end)
             copy.tree.drop_lost(run)
-        for first, count in pairs(copy.set_aside):
-            for slot in range(first, first + count):
-                self._table.free_unread(copy.tree, slot, SlotState.QUARANTINED, f"end of backup {copy.id}")
+        self._table.free_unread(copy.tree, copy.set_aside, SlotState.QUARANTINED, f"end of backup {copy.id}")
 
     def let_go(self, tree: PrefixTree, namespace: bytes, cause: str) -> None:
         """A tree is cleared: storage may read slots of its blocks for long, which are in no index from now on.
@@ -181,7 +179,7 @@ class Backups:
                 run = tree.resolve(copy.run, depth + 1)
                 if tree.path_slots(run, depth, depth + 1, HOST) == slot:
                     tree.punch_host(run, [Piece(depth, depth + 1)])
-                    self._table.free_unread(tree, slots[index], SlotState.CACHED, cause)
+                    self._table.free_unread(tree, slot, SlotState.CACHED, cause)
         for copy in mine:
             tree.unlock_host(copy.run, copy.end, MissReason.CLEARED)
 

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvcached.core.index.host_tree import HOST
-from kvcached.core.index.pieces import Piece
+from kvcached.core.index.pieces import pieces_of
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import Effect, HurryTransfer, Span, StartTransfer, TransferKind, span_of
-from kvcached.core.slots.ranges import append, cut, one_range, place_of, section
+from kvcached.core.slots.ranges import Ranges, append, cut, every_slot, from_slots, places_of, slots_at
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.transfer import EngineTransfer, ShardTransfer, StorageTransfer, WorkerTransfer
@@ -70,55 +70,62 @@ class TransferTable:
     # --- blocks that prove bad --------------------------------------------------------------------------------------
 
     def drop_corrupt(self, load: ShardTransfer) -> None:
-        """Host copies that a load found to be other than what was stored must not be read again."""
-        tree = load.tree
-        self.counters["corrupt_blocks"] += len(load.corrupt)
-        for block in sorted(load.corrupt, reverse=True):
-            depth = load.start + block
-            run = tree.resolve(load.run, depth + 1)
-            segment = run.segments[HOST]
-            slots = section(load.host, block, block + 1)
-            if segment is None or depth >= run.start + segment.length or self.pass_on(load, slots[0]):
-                continue  # it has gone meanwhile, or goes when the last load that reads it has ended
-            if tree.path_slots(run, depth, depth + 1, HOST) == slots:
-                tree.punch_host(run, [Piece(depth, depth + 1)])
-                self._store_again(tree, run, depth)
-                self.free_unread(tree, slots[0], SlotState.CACHED, f"corrupt, found by load {load.id}")
+        """Host copies that a load found to be other than what was stored must not be read again.
 
-    def pass_on(self, load: ShardTransfer, slot: int) -> bool:
-        """The bytes in a host slot are bad: tell the other transfers that read it; False if there are none.
+        There may be as many as the load has blocks: what is looked through is looked through once for all of them.
+        """
+        tree, places = load.tree, sorted(load.corrupt)
+        if not places:
+            return
+        self.counters["corrupt_blocks"] += len(places)
+        slots = slots_at(load.host, places)
+        run, end = tree.host_end(load.run, load.end)
+        present = slots_at(tree.path_slots(run, load.start, end, HOST), places)  # the last may have gone meanwhile
+        read = self.pass_on(load, sorted(slots[: len(present)]))  # these go when the last that reads them has ended
+        found = zip(places, slots, present, strict=False)
+        bad = [(load.start + place, slot) for place, slot, now in found if slot == now and slot not in read]
+        if bad:
+            tree.punch_host(run, pieces_of(depth for depth, _ in bad))
+            self._store_again(tree, load.run, [depth for depth, _ in bad])
+            cause = f"corrupt, found by load {load.id}"
+            self.free_unread(tree, from_slots(slot for _, slot in bad), SlotState.CACHED, cause)
+
+    def pass_on(self, load: ShardTransfer, slots: list[int]) -> set[int]:
+        """The bytes in host slots are bad: tell the other transfers that read them. Returns which they read.
 
         The last one of them that ends drops the block.
         """
+        read: set[int] = set()
         others: Iterable[ShardTransfer] = self.worker.values() if load.tree.pools else self.engine.values()
-        readers = [
-            (other, place)
-            for other in others
-            if other.tree is load.tree and (place := place_of(other.host, slot)) is not None
-        ]
-        for other, place in readers:
-            other.corrupt.add(place)
-        return bool(readers)
+        for other in others if slots else ():
+            if other.tree is load.tree:
+                for place, slot in places_of(other.host, slots):
+                    other.corrupt.add(place)
+                    read.add(slot)
+        return read
 
-    def _store_again(self, tree: PrefixTree, run: Run, depth: int) -> None:
-        """Where a device still has a block that the host pool lost, it is copied again."""
-        for pool in tree.pools:
-            segment = run.segments[pool.index]
-            if segment is not None and depth < run.start + segment.length:
+    def _store_again(self, tree: PrefixTree, run: Run, depths: list[int]) -> None:
+        """Where a device still has blocks that the host pool lost, they are copied again: one path a pool."""
+        noted: set[int] = set()
+        for depth in reversed(depths) if tree.pools else ():
+            run = tree.resolve(run, depth + 1)
+            has = (pool for pool in tree.pools if _reaches(run, pool.index, depth))
+            pool = next(has, None)
+            if pool is not None and pool.index not in noted:
+                noted.add(pool.index)
                 self.counters["stores_forgotten"] += pool.note_unstored(run, depth + 1)
-                return
 
-    def free_unread(self, tree: PrefixTree, slot: int, state: SlotState, cause: str) -> None:
-        """Free a slot that no index knows, unless a backup reads it: then it is QUARANTINED until that has ended."""
-        ranges, pool = one_range(slot, 1), tree.members[HOST]
-        backups = (each for each in self.backups.values() if each.tree is tree)
-        reader = next((each for each in backups if place_of(each.host, slot) is not None), None)
-        if reader is None:
-            pool.move(ranges, state, SlotState.FREE, cause)
-            return
-        if state is SlotState.CACHED:
-            pool.move(ranges, state, SlotState.QUARANTINED, cause)
-        append(reader.set_aside, ranges)
+    def free_unread(self, tree: PrefixTree, slots: Ranges[int], state: SlotState, cause: str) -> None:
+        """Free slots that no index knows; those that a backup reads are QUARANTINED until that has ended."""
+        left, pool = sorted(every_slot(slots)), tree.members[HOST]
+        for backup in self.backups.values():
+            read = {slot for _, slot in places_of(backup.host, left)} if backup.tree is tree else set()
+            if read:
+                kept, left = from_slots(sorted(read)), [slot for slot in left if slot not in read]
+                if state is SlotState.CACHED:
+                    pool.move(kept, state, SlotState.QUARANTINED, cause)
+                append(backup.set_aside, kept)
+        pool.move(from_slots(left), state, SlotState.FREE, cause)
 
     # --- the end of a store -------------------------------------------------------------------------------------------
 
@@ -157,6 +164,12 @@ class TransferTable:
                 transfer.progress,
             )
         )
+
+
+def _reaches(run: Run, pool: int, depth: int) -> bool:
+    """Whether a device pool holds the block of a run at `depth`."""
+    segment = run.segments[pool]
+    return segment is not None and depth < run.start + segment.length
 
 
 def _spans(tree: PrefixTree, run: Run, transfer: WorkerTransfer) -> Iterable[Span]:
