@@ -166,6 +166,7 @@ class Namespaces:
     def leave(self, namespace: Namespace) -> None:
         """A session has ended in a namespace."""
         namespace.sessions -= 1
+        self._allocator.look_again(namespace.host)
         self.by_root[namespace.spec.root] = self.by_root.pop(namespace.spec.root)
         self.drop_retired()
 
@@ -263,24 +264,27 @@ class Namespaces:
         return [namespace for namespace in self.by_root.values() if not namespace.sessions]
 
     def make_room(self, taker: HostPool) -> bool:
-        """Take a slab from a namespace without a session, or forget one that has no other; whether there was any.
+        """Take slabs from a namespace without a session, or forget one that has no others; whether there were any.
 
         Those that were without for longest come first. Their share is theirs for a while: an engine may come back.
         """
-        allocator = self._allocator
         others = (each for each in self._idle() if each.host is not taker)  # whose session ended while it fetched
-        idle = (each for each in others if not each.host.slabs or allocator.must_give(each.host, taker, keep=0))
-        namespace = next(idle, None)
-        if namespace is None:
-            return False
-        host = namespace.host
-        self._let_go(namespace.tree)
-        if not host.empty and allocator.evict_slabs is not None:
-            allocator.evict_slabs(host, 1)
+        return any(self._give_room(each, taker) for each in others)
+
+    def _give_room(self, namespace: Namespace, taker: HostPool) -> bool:
+        """The same of one namespace: it may have to give nothing, and storage may read something in each slab of it."""
+        host, allocator = namespace.host, self._allocator
+        if host.slabs or host.floor:
+            due = allocator.due(host, taker, keep=0, runs=namespace.tree.run_count)
+            if due <= 0 or (host.is_barren and not host.empty):
+                return False
+            self._let_go(namespace.tree)
+            if not host.empty:
+                allocator.free_slabs(host, due)
         if host.empty == host.slabs and not host.floor:
             self._forget(namespace)  # no slab is held back for it, either
             return True
-        return self._allocator.take_back(host, keep=host.floor)
+        return allocator.take_back(host, keep=host.floor)
 
 
 def _shape(spec: NamespaceSpec) -> tuple[int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvcached.core.cache import Cache
 from kvcached.core.lease import OffloadLease
 from kvcached.core.messages import Effect, SessionEnded, SessionExpired, Ticked, TransferKind
@@ -37,6 +39,20 @@ def let_rest(cache: Cache) -> None:
     used_ms = cache.storage.locks.now_ms + 1
     cache.handle(Ticked(used_ms))
     cache.handle(Ticked(used_ms + RESTING_MS))
+
+
+def counting_walks(cache: Cache) -> Counter[str]:
+    """Counts, under "walks", how often a namespace is looked through for slabs."""
+    stock, counts = cache.slab_allocator, Counter[str]()
+    evict = stock.evict_slabs
+    assert evict is not None
+
+    def counted(host: HostPool, count: int) -> int:
+        counts["walks"] += 1
+        return evict(host, count)
+
+    stock.evict_slabs = counted
+    return counts
 
 
 class OffloadEngine:

@@ -10,16 +10,16 @@ import pytest
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check
-from kvcached.core.messages import MemberLost, MembersDied, Ticked
+from kvcached.core.messages import MemberLost, MembersDied, StorageReady, StorageSuspended, Ticked
 from kvcached.core.namespaces import NamespaceSpec
-from kvcached.core.slots.host_slots import BATCH_DIVISOR, RESTING_MS, HostPool, HostQuota, QuotaRule
+from kvcached.core.slots.host_slots import BATCH_DIVISOR, RESTING_MS, HostQuota, QuotaRule
 from kvcached.core.slots.ranges import slot_count
 from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
-from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine
+from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of
 from tests.core.host_tier import Workers, make_tiers
-from tests.core.offload_engine import OffloadEngine, let_rest, space
+from tests.core.offload_engine import OffloadEngine, counting_walks, let_rest, space
 
 MakeOffload = Callable[..., Cache]
 SIXTEEN = "0123456789ABCDEF"
@@ -189,21 +189,27 @@ def test_model_whose_slabs_are_all_held_is_asked_once_a_tick() -> None:
     for text in texts(0, 3):
         old.store(text)
         old.acquire(text)
-    looked: Counter[str] = Counter()
-    stock = cache.slab_allocator
-    evict = stock.evict_slabs
-    assert evict is not None
-
-    def counted(host: HostPool, count: int) -> int:
-        looked["walks"] += 1
-        return evict(host, count)
-
-    stock.evict_slabs = counted
+    looked = counting_walks(cache)
     fill(new, 100, 10)
     assert (looked["walks"], slabs_of(old, new)) == (1, [3, 1])
     cache.handle(Ticked(1))
     fill(new, 200, 10)
     assert looked["walks"] == 2
+
+
+def test_slabs_that_an_engine_held_are_given_when_it_dies() -> None:
+    """That nothing could be freed is no longer true when the engine is gone: the next request looks again."""
+    cache = shared(4)
+    old, new = OffloadEngine(cache), OffloadEngine(cache, space("n"))
+    for text in texts(0, 3):
+        old.store(text)
+        old.acquire(text)
+    fill(new, 100, 2)
+    assert slabs_of(old, new) == [3, 1]
+    cache.handle(MembersDied(old.session))
+    fill(new, 200, 2)
+
+    assert slabs_of(old, new) == [2, 2]
 
 
 def test_large_pools_change_hands_in_batches() -> None:
@@ -212,21 +218,44 @@ def test_large_pools_change_hands_in_batches() -> None:
     old = OffloadEngine(cache, space(per_slab=1))
     for text in texts(0, 128):
         old.store(text)
-    stock, walks = cache.slab_allocator, Counter[str]()
-    evict = stock.evict_slabs
-    assert evict is not None
-
-    def counted(host: HostPool, count: int) -> int:
-        walks["walks"] += 1
-        return evict(host, count)
-
-    stock.evict_slabs = counted
+    looked = counting_walks(cache)
     new = OffloadEngine(cache, space("n", per_slab=1))
     for text in texts(500, 128):
         new.store(text)
 
-    assert (slabs_of(old, new), walks["walks"]) == ([256, 256], 256 // (512 // BATCH_DIVISOR))
+    assert (slabs_of(old, new), looked["walks"]) == ([256, 256], 256 // (512 // BATCH_DIVISOR))
     assert check(cache) == []
+
+
+# --- namespaces without an engine -------------------------------------------------------------------------------------
+
+
+def test_idle_namespace_that_cannot_give_is_passed_over() -> None:
+    """One with a floor and no slabs, or one that hanging storage reads, ends no search; and is looked through once."""
+    storage = StorageSpec(BackupPolicy.EVERY)
+    quota = HostQuota((QuotaRule("model m", floor_percent=20),))
+    cache = Cache(
+        [], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=8, namespaces_max=4, storage=storage, host_quota=quota,
+        pin_quota_percent=100,
+    )  # fmt: skip
+    cache.handle(MembersDied(OffloadEngine(cache).session))  # it has stored nothing
+    read, pinned = OffloadEngine(cache, space("n")), OffloadEngine(cache, space("o"))
+    cache.handle(StorageReady())
+    fill(read, 0, 3)
+    cache.settle()
+    cache.handle(StorageSuspended())
+    fill(pinned, 100, 4)
+    tree = cache.offload.namespaces.by_root[pinned.spec.root].tree
+    for text in texts(100, 4):
+        cache.pins.pin(tree, None, keys_of(text), TTL_MS + 3 * RESTING_MS)
+    for engine in (read, pinned):
+        cache.handle(MembersDied(engine.session))
+    let_rest(cache)
+    looked, new = counting_walks(cache), OffloadEngine(cache, space("p"))
+    fill(new, 200, 4)
+
+    assert [new.hit(text) for text in texts(200, 4)] == [4] * 4
+    assert (slabs_of(read, new), looked["walks"]) == ([3, 4], 5)
 
 
 # --- floors and caps ------------------------------------------------------------------------------------------------

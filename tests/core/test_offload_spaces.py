@@ -13,7 +13,7 @@ from kvcached.core.namespaces import NamespaceSpec, PoolSpec
 from kvcached.core.slots.states import SlotState
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, healthy, keys_of, refused
 from tests.core.host_tier import Workers, host_hit, host_of
-from tests.core.offload_engine import OffloadEngine, let_rest, space
+from tests.core.offload_engine import OffloadEngine, counting_walks, let_rest, space
 from tests.core.tier_world import slots_of
 
 MakeOffload = Callable[..., Cache]
@@ -229,6 +229,25 @@ def test_idle_namespace_gives_its_room_slab_by_slab(new_offload: MakeOffload) ->
 
     assert (other.hit("abcdef"), len(other.host.slabs)) == (6, 2)
     assert OffloadEngine(cache).hit(SIXTEEN) == 8
+
+
+@pytest.mark.parametrize(("slabs", "runs_per_slab", "wanted"), [(512, 1 << 20, 8 + 8), (64, 4, 8 + 7)])
+def test_idle_namespace_gives_several_slabs_a_look(
+    new_offload: MakeOffload, monkeypatch: pytest.MonkeyPatch, slabs: int, runs_per_slab: int, wanted: int
+) -> None:
+    """Room in a large pool, or in one of many short prompts, is made by few looks through all of them."""
+    monkeypatch.setattr("kvcached.core.slots.host_slots.RUNS_PER_SLAB", runs_per_slab)
+    cache = new_offload(slabs=slabs)
+    engine = OffloadEngine(cache, space(per_slab=1))
+    for letter in map(chr, range(slabs)):
+        engine.store(letter)
+    cache.handle(MembersDied(engine.session))
+    let_rest(cache)
+    looked, other = counting_walks(cache), OffloadEngine(cache, space("n", per_slab=1))
+    for letter in map(chr, range(wanted)):
+        other.store(letter)
+
+    assert (looked["walks"], len(other.host.slabs), cache.slab_allocator.unallocated) == (2, wanted, 0)
 
 
 def test_idle_namespaces_with_a_slab_each_make_room(new_offload: MakeOffload) -> None:

@@ -204,7 +204,7 @@ def offload_hole_above_a_whole_run(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/core/test_offload_spaces.py::test_idle_namespaces_with_a_slab_each_make_room")
 def offload_idle_namespace_keeps_a_slab(patch: pytest.MonkeyPatch) -> None:
     """Namespaces that nobody uses hold slabs back from those in use."""
-    rewrite(patch, Namespaces.make_room, "host.empty == host.slabs and not host.floor", "False")
+    rewrite(patch, Namespaces._give_room, "host.empty == host.slabs and not host.floor", "False")
 
 
 @caught_by("tests/service/test_offload_endings.py::test_engine_with_the_same_name_for_itself_ends_nobody_elses_session")

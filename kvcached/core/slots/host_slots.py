@@ -59,6 +59,11 @@ RESTING_MS = 120_000
 RESERVED_MS = 5_000
 #: At least this part of all slabs is freed at once where it may be: a look through a namespace takes milliseconds.
 BATCH_DIVISOR = 64
+#: A namespace that no engine uses frees a slab at once for each so many runs that it has, if these are more: a look
+#: through so many takes tens of milliseconds, and there would be one for each slab that others need.
+RUNS_PER_SLAB = 4096
+#: But no more than this part of its slabs: others may need none after the first.
+GIVEN_DIVISOR = 8
 #: Surpluses closer than this are equal: with one slab more for one, and less for the other, nothing would be gained.
 _APART_MIN = 2
 
@@ -167,6 +172,10 @@ class SlabAllocator:
         self.take_back(pool)
         return not pool.slabs
 
+    def look_again(self, pool: HostPool) -> None:
+        """An engine of a pool has gone: what it held may be freed."""
+        pool.is_barren = False
+
     # --- who gets whose ---------------------------------------------------------------------------------------------
 
     def surplus(self, pool: HostPool) -> int:
@@ -191,18 +200,30 @@ class SlabAllocator:
             apart = max(apart, _APART_MIN)
         return min(apart // _APART_MIN, spare)
 
+    def due(self, giver: HostPool, taker: HostPool, *, keep: int, runs: int = 0) -> int:
+        """How many slabs of a pool are to be freed at once for another one: it must give them, and they fit.
+
+        The more `runs` a look at it takes, the more they are.
+        """
+        batch = max(self.count // BATCH_DIVISOR, min(runs // RUNS_PER_SLAB, len(giver.slabs) // GIVEN_DIVISOR), 1)
+        return min(self.must_give(giver, taker, keep=keep), batch, taker.cap - len(taker.slabs))
+
+    def free_slabs(self, giver: HostPool, due: int) -> int:
+        """Evict what lies in so many slabs of a pool; returns how many stand empty now."""
+        freed = 0 if self.evict_slabs is None else self.evict_slabs(giver, due)
+        giver.is_barren = freed < due  # all else is in use: the next tick is early enough to look again
+        return freed
+
     def _reclaim(self, taker: HostPool) -> list[int]:
         """Slabs of namespaces that are in use, some at a time: each time, what they hold is looked through."""
         if self.evict_slabs is None or len(self.pools) < _APART_MIN:
             return []
-        batch = min(max(self.count // BATCH_DIVISOR, 1), taker.cap - len(taker.slabs))
         givers = sorted(self.pools, key=lambda pool: (not self.is_resting(pool), -self.surplus(pool), pool.used_ms))
         for giver in givers:
-            due = 0 if giver.is_barren else min(self.must_give(giver, taker, keep=1), batch)
+            due = 0 if giver.is_barren else self.due(giver, taker, keep=1)
             if due <= 0:
                 continue
-            freed = self.evict_slabs(giver, due)
-            giver.is_barren = freed < due  # all else is in use: the next tick is early enough to look again
+            freed = self.free_slabs(giver, due)
             if freed:
                 taken = [slab for _ in range(min(freed, due)) if (slab := giver.give_back()) is not None]
                 taker.reserved_until_ms = self.now_ms + RESERVED_MS
