@@ -212,19 +212,23 @@ class ManagedSession(Session):
         They are in the tree where the engine has not heard of its commit. Where something is locked that one of them
         is needed for: False, and blocks that come before it may have left.
         """
-        pool, tree = self.pool, self.tree
-        for slot in every_slot(slots):
-            place = tree.find(slot, pool.index) if pool.holds(slot, 1, SlotState.CACHED) else None
-            if place is None:
-                continue
-            run, depth = place
+        pool, tree, parts = self.pool, self.tree, [self.quarantined]
+        cached = [slot for slot in every_slot(slots) if pool.holds(slot, 1, SlotState.CACHED)]
+        places = tree.find(sorted(cached), pool.index) if cached else {}
+        is_locked = False
+        for slot in cached:
+            if slot not in places or not pool.holds(slot, 1, SlotState.CACHED):
+                continue  # it has left together with one before
+            run, depth = places[slot]
             cut_off(tree, pool, run, depth)
-            if resident(run, pool.index).protected > depth - run.start:
-                return False
-            dropped = tree.drop(run, depth, pool.index)
-            pool.move(dropped, SlotState.CACHED, SlotState.QUARANTINED, f"of session {self.id}, says its engine")
-            self.quarantined = join([self.quarantined, dropped])  # what it declares may reach from one to the other
-        return True
+            is_locked = resident(run, pool.index).protected > depth - run.start
+            if is_locked:
+                break
+            parts.append(tree.drop(run, depth, pool.index))
+            pool.move(parts[-1], SlotState.CACHED, SlotState.QUARANTINED, f"of session {self.id}, says its engine")
+        if len(parts) > 1:
+            self.quarantined = join(parts)  # what it declares may reach from one to the other
+        return not is_locked
 
     def thaw(self) -> None:
         """Its engine uses none of the pool's blocks any more but those that its leases have locked."""

@@ -13,7 +13,8 @@ from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.ranges import Ranges
 from kvcached.core.slots.states import SessionState
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId, SessionId
-from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of, refused, snapshot, states
+from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of, make_cache, refused, snapshot, states
+from tests.core.line_count import count_lines
 
 
 class Returned:
@@ -335,3 +336,19 @@ def test_cleared_session_does_not_come_back_again(cache: Cache, returned: Return
     cache.clearings.begin(cache.tree_of("a"), bytes(32), 1)
     with refused("no_session"):
         returned.core.resume(returned.session, 0, NO_FENCE)
+
+
+def test_many_slots_with_blocks_cost_some_steps_each() -> None:
+    """A lease whose own slots hold blocks of a thousand prompts is declared in one look through all of them."""
+    prompts = 999
+    cache = make_cache(slots=2 * prompts)
+    engine = Engine(cache)
+    for number in range(prompts):
+        engine.store(chr(number) + "x")
+    cache.close_session(engine.session)
+    returned = Returned(cache)
+    own = [slot for slot in range(2 * prompts) if slot % 3]  # of three prompts the last block, the first one, and both
+    count_lines(lambda: returned.declare("", [], own), most=100 * 2 * prompts)
+
+    assert returned.over() == 333  # last blocks, which went with the first ones
+    assert states(cache) == (333, len(own), 333, 0, 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
-from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, place_of, pop_tail, section, whole_tail
+from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, places_of, pop_tail, section, whole_tail
 from kvcached.core.slots.slots import SlotPool
 from kvcached_client.types import MissReason
 
@@ -138,14 +138,14 @@ class RunTree:
             run, depth = run.parent, run.start
         return b"".join(reversed(parts))
 
-    def find(self, slot: int, pool: int) -> tuple[Run, int] | None:
-        """The run and the depth of the block that lies in a slot of a pool. Looks at every run: for what is rare."""
+    def find(self, slots: list[int], pool: int) -> dict[int, tuple[Run, int]]:
+        """Run and depth of the blocks in slots of a pool, which are sorted. Looks at every run: for what is rare."""
+        found: dict[int, tuple[Run, int]] = {}
         for run in self.runs():
             segment = run.segments[pool]
-            place = None if segment is None else place_of(segment.ranges, slot)
-            if place is not None:
-                return run, run.start + place
-        return None
+            if segment is not None:
+                found.update((slot, (run, run.start + place)) for place, slot in places_of(segment.ranges, slots))
+        return found
 
     def runs(self) -> Iterator[Run]:
         """Every run below the root, parents before children."""
