@@ -28,7 +28,8 @@ RUN python -m venv /opt/kvcached \
 #
 # Not run on a GPU node yet. `docker run --gpus all kvcached:cuda doctor --cuda` says what driver and devices can do.
 FROM build AS build-cuda
-RUN /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check '/source/kvcached_client[cuda]'
+RUN /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check \
+        --constraint /source/tests/environment.lock.txt '/source/kvcached_client[cuda]'
 
 FROM python:3.12-slim AS run
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin kvcached \

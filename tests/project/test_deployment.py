@@ -236,6 +236,15 @@ def test_services_are_confined() -> None:
     assert composed()["services"]["kvcached"]["memswap_limit"] == composed()["services"]["kvcached"]["mem_limit"]
 
 
+def test_engines_on_gpus_have_what_copies_on_them() -> None:
+    """The images of vLLM are said to have the client with its extra `cuda`, as both engines ask for a GPU."""
+    build = composed()["services"]["vllm"]["build"]["dockerfile_inline"]
+    text = (ROOT / "configs/kubernetes.yaml").read_text()
+
+    assert re.findall(r"pip install .*'/tmp/(.*)'", build) == ["kvcached_client[cuda]"]
+    assert re.findall(r"pip install '\./(.*)'", text) == ["kvcached_client[cuda]"]
+
+
 def test_upgrade_leaves_the_keeper() -> None:
     """Neither a new manifest nor a new tag of the daemon's image replaces the keeper; the old Pod ends first."""
     sets = {each["metadata"]["name"]: each["spec"] for each in documents() if each["kind"] == "DaemonSet"}

@@ -136,13 +136,15 @@ def test_container_does_not_run_as_root() -> None:
 def test_image_has_every_optional_part_in_the_versions_of_the_tests() -> None:
     """The image installs all extras that a configuration may need, from the lock, which the build's context holds."""
     image, context = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().splitlines()
+    installs = re.findall(r"bin/pip install (.*?)(?:\n\n|$)", image, re.DOTALL)
     (extras,) = re.findall(r"'/source\[([a-z,]+)\]'", image)
     lock = "tests/environment.lock.txt"
     documents = "".join((ROOT / "docs" / name).read_text() for name in ("configuration.md", "monitoring.md"))
     needed = set(re.findall(r"kvcached-daemon\[([a-z]+)\]", documents))
 
     assert needed <= set(extras.split(","))
-    assert f"--constraint /source/{lock} " in image
+    assert ["'/source/kvcached_client[cuda]'" in each for each in installs] == [False, True]
+    assert all(f"--constraint /source/{lock} " in each for each in installs)
     assert f"!{lock}" in context
 
 
@@ -180,8 +182,18 @@ def test_unit_opens_nothing_but_devices_for_gpus() -> None:
     settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]", line))
 
     assert settings["DevicePolicy"] == "closed"
-    assert settings["DeviceAllow"] == "char-nvidia* rw"
+    assert settings["DeviceAllow"] == "char-nvidia* rwm"
     assert set(settings) == {"DevicePolicy", "DeviceAllow", "ExecStartPre", "TimeoutStartSec", "TasksMax"}
+
+
+def test_unit_makes_the_device_files_of_all_gpus() -> None:
+    """Before the daemon, the drop-in for GPU nodes makes the file of unified memory and those of all GPUs, as root."""
+    text = (ROOT / "configs/gpu.conf").read_text()
+    commands = re.findall(r"^ExecStartPre=(\S+) (.*)$", text, re.MULTILINE)
+    (allowed,) = re.findall(r"^DeviceAllow=char-nvidia\* (\w+)$", text, re.MULTILINE)
+
+    assert commands == [("-+/usr/bin/nvidia-modprobe", "-u -c 0"), ("-+/usr/bin/nvidia-smi", "--list-gpus")]
+    assert "m" in allowed
 
 
 def test_unit_lets_in_the_loopback_interface_alone() -> None:
