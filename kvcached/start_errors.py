@@ -42,7 +42,7 @@ class Door:
         table: of the configuration.
         key: that says where; empty where the errors begin with it.
         drop_in: the file in `configs/` with what the unit lacks for it.
-        package: the distribution that brings what it needs; empty where it needs nothing.
+        packages: what it needs, as pip takes it; empty where it needs nothing.
         loss: what there is not while it stays closed.
         fix: what to do where the place cannot be bound; empty where the errors say it.
     """
@@ -50,7 +50,7 @@ class Door:
     table: str
     key: str
     drop_in: str
-    package: str
+    packages: str
     loss: str
     fix: str = ""
 
@@ -80,7 +80,7 @@ class Door:
 
     @property
     def _install(self) -> str:
-        return f"pip install '{self.package}'"
+        return f"pip install {self.packages}"
 
     def _in_words(self, error: OSError | ImportError | RequestError) -> str:
         if isinstance(error, RequestError):
@@ -93,6 +93,6 @@ class Door:
 
 
 _ELSEWHERE: Final = "stop what listens there, or name an address of this machine that is free"
-HTTP: Final = Door("[http]", "listen", "http.conf", "kvcached-daemon[metrics]", "there are no metrics", _ELSEWHERE)
-TCP: Final = Door("[tcp]", "listen", "tcp.conf", "kvcached-daemon[curve]", "other machines are not served", _ELSEWHERE)
+HTTP: Final = Door("[http]", "listen", "http.conf", "prometheus_client h11", "there are no metrics", _ELSEWHERE)
+TCP: Final = Door("[tcp]", "listen", "tcp.conf", "PyNaCl", "other machines are not served", _ELSEWHERE)
 EVENTS: Final = Door("[events]", "", "http.conf", "", "there are no events", "make the place free, or name another one")

@@ -308,7 +308,7 @@ class Admin(ReportCalls, AdminCalls):
 
 def _remote_daemon(endpoint: str, server_key: str, key_file: str | os.PathLike[str] | None) -> RemoteDaemon:
     if find_spec("nacl") is None:
-        raise bad_value(f"{endpoint} needs the package PyNaCl", "pip install 'kvcached-client[curve]'")
+        raise bad_value(f"{endpoint} needs the package PyNaCl", "pip install PyNaCl")
     from kvcached_client.transport.tcp import RemoteDaemon  # noqa: PLC0415 - needs an extra
 
     return RemoteDaemon.of(endpoint, server_key, key_file)

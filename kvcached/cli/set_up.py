@@ -170,7 +170,7 @@ def keys(action: str, file: Path) -> None:
     from kvcached_client.protocol.key_files import key_text, read_key_file, write_key_file
 
     if find_spec("nacl") is None:
-        fail(ExitCode.USAGE, "keys need the package PyNaCl: pip install 'kvcached-daemon[curve]'")
+        fail(ExitCode.USAGE, "keys need the package PyNaCl: pip install PyNaCl")
     from kvcached_client.protocol.curve import new_pair, pair_of
 
     try:

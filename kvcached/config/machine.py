@@ -140,7 +140,7 @@ def _disk(config: Config, *, is_restart: bool) -> Iterator[Problem]:
 def _key_file(config: Config, path: Path) -> Iterator[Problem]:
     at = (_STORAGE, "key_file")
     if importlib.util.find_spec("cryptography") is None:
-        what, fix = "needs the package cryptography", "pip install 'kvcached-daemon[encryption]'"
+        what, fix = "needs the package cryptography", "pip install cryptography"
         yield config.places.problem(at, str(path), what, fix)
     try:
         read_secret(path)
@@ -155,14 +155,14 @@ def _cuda(config: Config) -> Iterator[Problem]:
         return
     for number, replica in enumerate(config.replica):
         if replica.device == "cuda":
-            what, fix = "needs the package cuda-bindings", "pip install 'kvcached-daemon[cuda]'"
+            what, fix = "needs the package cuda-bindings", "pip install cuda-bindings"
             yield config.places.problem(("replica", number, "device"), replica.device, what, fix)
 
 
 def _http(config: Config) -> Iterator[Problem]:
     missing = [package for package in _HTTP_PACKAGES if importlib.util.find_spec(package) is None]
     if config.http is not None and missing:
-        what, fix = f"needs the package {missing[0]}", "pip install 'kvcached-daemon[metrics]'"
+        what, fix = f"needs the package {missing[0]}", f"pip install {' '.join(missing)}"
         yield config.places.problem(("http", "listen"), config.http.listen, what, fix)
 
 
@@ -170,7 +170,7 @@ def _tcp(config: Config) -> Iterator[Problem]:
     if config.tcp is None:
         return
     if importlib.util.find_spec("nacl") is None:
-        what, fix = "needs the package PyNaCl", "pip install 'kvcached-daemon[curve]'"
+        what, fix = "needs the package PyNaCl", "pip install PyNaCl"
         yield config.places.problem(("tcp", "listen"), config.tcp.listen, what, fix)
     try:
         read_key_file(config.tcp.key_file)

@@ -14,7 +14,7 @@ from kvcached.doctor import sglang_flags, sglang_layout
 from kvcached.doctor.vllm_flags import VllmFlags, check_flags, check_model, parse
 from kvcached.doctor.vllm_layout import check_layout
 from kvcached_client.admin import Admin
-from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding
+from kvcached_client.doctor.checks import DISTRIBUTION, HASH_BLOCK_SIZE, HASHED_TOKENS, Finding, install_client
 from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.vllm.keys import ALGORITHMS, VllmHashing, block_hashes
@@ -152,7 +152,7 @@ def _broken_off(python: str, code: int, errors: IO[str]) -> Finding:
     said = errors.read().strip().splitlines()
     reason = said[-1] if said else f"ended with {code}"
     if "kvcached_client" in reason:
-        return Finding("client", "fail", f"{python}: {reason}", f"{python} -m pip install {DISTRIBUTION}")
+        return Finding("client", "fail", f"{python}: {reason}", install_client(python))
     return Finding("engine", "fail", f"{python} -m {_MODULE}: {reason}", f"run it by hand: {python} -m {_MODULE}")
 
 

@@ -105,9 +105,7 @@ class EncryptedStorage(Storage):
         try:
             from kvcached.storage.cipher import BlockCipher  # noqa: PLC0415 - needs an optional package
         except ImportError as error:
-            raise StorageMisconfigured(
-                "encryption needs the package cryptography: pip install 'kvcached-daemon[encryption]'"
-            ) from error
+            raise StorageMisconfigured("encryption needs the package cryptography: pip install cryptography") from error
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a key of {len(secret)} bytes; it has {SECRET_BYTES}")
         self.capabilities = inner.capabilities

@@ -368,5 +368,5 @@ def _bindings() -> Opaque:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        fix = "install it: pip install 'kvcached-client[cuda]'"
+        fix = "install it: pip install cuda-bindings"
         raise CudaMissing(f"cuda-bindings cannot be imported: {error}", fix) from None

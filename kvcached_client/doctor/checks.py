@@ -35,7 +35,6 @@ HASHED_TOKENS: Final = tuple(range(64))
 HASH_BLOCK_SIZE: Final = 32
 _DESCRIPTORS_MIN: Final = 1024
 _REQUIREMENT: Final = re.compile(r"^([A-Za-z0-9_.-]+)>=([0-9.]+)$")
-_INSTALL: Final = f"install it: {sys.executable} -m pip install {DISTRIBUTION}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,11 @@ class Finding:
     level: Level
     text: str
     fix: str = ""
+
+
+def install_client(python: str) -> str:
+    """How an interpreter gets the client. Not by a name: on an index, that may be another project's."""
+    return f"in the daemon's checkout: {python} -m pip install ./kvcached_client; or install the wheel of that build"
 
 
 _NAME_THE_USER: Final = (
@@ -105,7 +109,8 @@ def _client() -> Iterator[Finding]:
     try:
         yield Finding("client", "ok", f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}, {place}")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("client", "warn", f"{place} is imported, but {DISTRIBUTION} is not installed", _INSTALL)
+        text = f"{place} is imported, but {DISTRIBUTION} is not installed"
+        yield Finding("client", "warn", text, install_client(sys.executable))
 
 
 def _packages() -> Iterator[Finding]:
@@ -118,7 +123,7 @@ def _packages() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("packages", "fail", f"{name} is not installed", _INSTALL)
+            yield Finding("packages", "fail", f"{name} is not installed", install_client(sys.executable))
             continue
         found.append(f"{name} {version}")
         if _numbers(version) < _numbers(least):
@@ -140,7 +145,8 @@ def _helpers() -> Iterator[Finding]:
             "helpers",
             "warn",
             f"kvcached_client.{name} is not built: {slower[name]} are slower",
-            f"with a C compiler: {sys.executable} -m pip install --force-reinstall --no-deps {DISTRIBUTION}",
+            "with a C compiler, in the daemon's checkout:"
+            f" {sys.executable} -m pip install --force-reinstall --no-deps ./kvcached_client",
         )
     if not missing:
         yield Finding("helpers", "ok", "native copies and native block keys are there")

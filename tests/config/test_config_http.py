@@ -77,7 +77,7 @@ def test_missing_package_is_a_problem_where_http_is_asked_for(
 
     (problem,) = refused.value.problems
     assert (problem.key, problem.what) == ("http.listen", f"needs the package {package}")
-    assert problem.fix == "pip install 'kvcached-daemon[metrics]'"
+    assert problem.fix == f"pip install {package}"
     check_machine(load(tmp_path, "127.0.0.1:9410"), is_restart=True)
     (tmp_path / "kvcached.toml").write_text('[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n')
     check_machine(load_config(tmp_path / "kvcached.toml", environment={}))

@@ -152,7 +152,7 @@ def test_key_file_of_the_tcp_port_is_looked_at(tmp_path: Path, monkeypatch: pyte
 
     key.chmod(0o600)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "pip install 'kvcached-daemon[curve]'" in problems(tmp_path, text)[0]
+    assert "pip install PyNaCl" in problems(tmp_path, text)[0]
     assert problems(tmp_path, text, is_restart=True) == []
 
 
@@ -165,7 +165,7 @@ def test_key_of_storage_needs_its_package_at_the_first_start(tmp_path: Path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
 
     (missing,) = problems(tmp_path, text)
-    assert "pip install 'kvcached-daemon[encryption]'" in missing
+    assert "pip install cryptography" in missing
     assert problems(tmp_path, text, is_restart=True) == []
 
 
@@ -202,7 +202,7 @@ def test_devices_need_their_package_at_the_first_start(tmp_path: Path, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     (missing,) = [each for each in problems(tmp_path, text) if "cuda-bindings" in each]
     assert 'replica[0].device = "cuda": needs the package cuda-bindings' in missing
-    assert "; pip install 'kvcached-daemon[cuda]'" in missing
+    assert "; pip install cuda-bindings" in missing
     assert [each for each in problems(tmp_path, text, is_restart=True) if "cuda-bindings" in each] == []
 
 

@@ -90,6 +90,6 @@ def test_missing_package_costs_a_takeover_its_metrics_alone(
     open_http(config_at(tmp_path, 9410), is_takeover=True)
 
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert "pip install 'kvcached-daemon[metrics]'; there are no metrics" in record.getMessage()
+    assert "pip install prometheus_client h11; there are no metrics" in record.getMessage()
     with pytest.raises(RequestError, match=r"\[http\] listen: .*pip install"):
         open_http(config_at(tmp_path, 9410), is_takeover=False)

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from kvcached import VERSION
 from kvcached.cli.main import ExitCode, main
 from kvcached.config.schema import Config
-from tests.project.source_tree import ROOT
+from kvcached.start_errors import HTTP, TCP
+from tests.project.source_tree import ROOT, modules
 
 
 def test_both_distributions_have_the_version_of_the_code() -> None:
@@ -174,6 +175,27 @@ def test_secrets_of_compose_are_in_no_image_and_no_commit() -> None:
 
     assert context.index("**/.env*") > max(place for place, line in enumerate(context) if line.startswith("!"))
     assert ".env*" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_nothing_asks_an_index_for_these_distributions() -> None:
+    """No message or document has pip look for `kvcached-daemon` or `kvcached-client`: an index may have another's."""
+    texts = [
+        *((ROOT / path).read_text() for path, _ in modules("kvcached", "kvcached_client", "examples")),
+        *(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))),
+        *(path.read_text() for path in (ROOT / "configs").iterdir()),
+    ]
+    commands = [command for text in texts for command in re.findall(r"pip install[^\n`;]*", text)]
+
+    assert len(commands) > 20
+    assert [each for each in commands if re.search(r"kvcached-(?:daemon|client)|\{DISTRIBUTION\}", each)] == []
+
+
+def test_hints_name_what_the_extras_bring() -> None:
+    """The packages that messages of a missing extra name are those of the extra."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    for door, extra in ((HTTP, "metrics"), (TCP, "curve")):
+        assert [canonical(each) for each in door.packages.split()] == [canonical(each) for each in extras[extra]]
 
 
 def test_unit_opens_nothing_but_devices_for_gpus() -> None:

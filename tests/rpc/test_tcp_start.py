@@ -56,7 +56,7 @@ def lose_the_package(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (take_the_port, OSError, "[tcp] listen: Address already in use: 127.0.0.1, port "),
         (lose_the_key, RequestError, "daemon.key: No such file or directory"),
-        (lose_the_package, RequestError, "pip install 'kvcached-daemon[curve]'"),
+        (lose_the_package, RequestError, "pip install PyNaCl"),
     ],
 )
 def test_takeover_goes_on_without_the_port(
