@@ -105,9 +105,11 @@ class KeeperLink:
         except BaseException as error:
             connection.close()
             found.close()
-            if isinstance(error, OSError):  # a timeout is one, without words
-                reason = error.strerror or "it does not answer; it may hang: start it again"
-                raise OSError(error.errno or errno.ETIMEDOUT, f"keeper at {self._path}: {reason}") from None
+            if isinstance(error, OSError):
+                is_silent = isinstance(error, TimeoutError)  # which has no words
+                reason = "it does not answer; it may hang: start it again" if is_silent else error.strerror or error
+                number = errno.ETIMEDOUT if is_silent else error.errno  # a path that is too long has none
+                raise OSError(number, f"keeper at {self._path}: {reason}") from None
             raise
         return connection
 

@@ -296,6 +296,17 @@ def test_keeper_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         asyncio.run(take_from(tmp_path / "keeper.sock"))
 
 
+def test_path_that_is_too_long_is_said_to_be(tmp_path: Path) -> None:
+    """A socket's path of more than 107 bytes is called too long, as the keeper calls it, and not a keeper that hangs."""
+    path = tmp_path / ("x" * 107)
+
+    with pytest.raises(OSError, match="AF_UNIX path too long") as refused:
+        asyncio.run(take_from(path))
+    assert "it does not answer" not in str(refused.value)
+    with pytest.raises(OSError, match="AF_UNIX path too long"):
+        listen(str(path), 1)
+
+
 def kept_at(path: Path) -> subprocess.CompletedProcess[str]:
     """A keeper that ends by itself."""
     return subprocess.run(
