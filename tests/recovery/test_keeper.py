@@ -297,7 +297,7 @@ def test_keeper_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_path_that_is_too_long_is_said_to_be(tmp_path: Path) -> None:
-    """A socket's path of more than 107 bytes is called too long, as the keeper calls it, and not a keeper that hangs."""
+    """A socket's path of more than 107 bytes is called too long, as the keeper calls it, not a keeper that hangs."""
     path = tmp_path / ("x" * 107)
 
     with pytest.raises(OSError, match="AF_UNIX path too long") as refused:

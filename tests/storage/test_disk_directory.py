@@ -94,12 +94,39 @@ def test_directory_that_was_used_is_used_again(tmp_path: Path, left: tuple[str, 
 
 
 def test_directory_behind_a_link_is_refused(tmp_path: Path) -> None:
-    """A symbolic link in the directory's place is not followed."""
+    """A symbolic link in the directory's place is not followed; the error names what it leads to."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "d").symlink_to(tmp_path / "elsewhere")
 
-    with pytest.raises(StorageUnusable, match="disk storage"):
+    said = f"is a symbolic link; name what it leads to: {tmp_path / 'elsewhere'}"
+    with pytest.raises(StorageUnusable, match=f"^disk storage: {tmp_path / 'd'} {said}$"):
         open_disk({"directory": str(tmp_path / "d"), "capacity_bytes": 4 << 20})
+    assert refusal(tmp_path / "d") == tuple(said.split("; "))
+
+
+def test_root_of_a_file_system_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system of its own, with nothing but root's lost+found, is taken; a file or another's folder is not."""
+    place = tmp_path / "d" / "lost+found"
+    place.mkdir(mode=0o700, parents=True)
+    lstat, owner = Path.lstat, 0
+
+    def as_owned(path: Path) -> os.stat_result:
+        return os.stat_result((*lstat(path)[:4], owner, *lstat(path)[5:])) if path == place else lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", as_owned)
+    assert refusal(tmp_path / "d") is None
+    with opened(tmp_path / "d") as storage:
+        assert put(storage, 1) == [Outcome.DONE]
+
+    for path in (tmp_path / "d").iterdir():
+        if path != place:
+            path.unlink()
+    owner = 1000
+    assert refusal(tmp_path / "d") == ("holds other files, as lost+found", "name an empty directory")
+    owner = 0
+    place.rmdir()
+    place.touch()
+    assert refusal(tmp_path / "d") == ("holds other files, as lost+found", "name an empty directory")
 
 
 def test_file_half_made_is_no_hindrance(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
 _LOCK_NAME: Final = "lock"
 INDEX_NAME: Final = "index.db"
 PROBE_NAME: Final = "probe"
+#: What mke2fs makes at the root of a file system: a directory of root's, which only root may look into.
+_LOST_AND_FOUND: Final = "lost+found"
 #: Names of files of a directory that was used, where a process was killed while there was no index.
 _OWN: Final = re.compile(rf"{_LOCK_NAME}|{re.escape(INDEX_NAME)}.*|.*\.slots|{PROBE_NAME}|generations\.json(\.new)?")
 _MODE: Final = 0o700
@@ -37,8 +39,8 @@ class DiskSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     directory: Annotated[Path, AfterValidator(_absolute)] = Field(
-        description="Where the files are. Created if it does not exist; an existing one must be empty or created by"
-        " this backend."
+        description="Where the files are. Created if it does not exist; an existing one must be empty, apart from"
+        " the lost+found of a file system, or created by this backend."
     )
     capacity_bytes: Annotated[int, Field(ge=CAPACITY_BYTES_MIN, le=1 << 50), SIZE] = Field(
         description="Space of all files on the file system, index included. The least recently used blocks are evicted"
@@ -78,9 +80,11 @@ def take_directory(path: Path) -> int:
     """Create the directory if it does not exist, and lock it; returns a descriptor that holds the lock until closed.
 
     Raises:
-        StorageUnusable: another process uses it, it belongs to another user, or it has other files.
+        StorageUnusable: another process uses it, it belongs to another user, it has other files, or it is a link.
         OSError: it cannot be created or opened.
     """
+    if path.is_symlink():
+        raise StorageUnusable(f"disk storage: {path} {'; '.join(_behind_link(path))}")
     path.mkdir(mode=_MODE, parents=True, exist_ok=True)
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -109,7 +113,7 @@ def refusal(path: Path) -> tuple[str, str] | None:
         return None if is_makeable else (why, f"make it, for user {os.geteuid()}, or name another directory")
     state = path.lstat()
     if not stat.S_ISDIR(state.st_mode):
-        return "is no directory", "name a directory"
+        return _behind_link(path) if stat.S_ISLNK(state.st_mode) else ("is no directory", "name a directory")
     if state.st_uid != os.geteuid():
         what = f"belongs to user {state.st_uid}, and this is user {os.geteuid()}"
         return what, "run this as the daemon's user, or name another directory"
@@ -125,15 +129,27 @@ def existing_part(path: Path) -> Path:
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
+def _behind_link(path: Path) -> tuple[str, str]:
+    """Why a link is not followed: it may name another directory at the next start, without a change of the settings."""
+    return "is a symbolic link", f"name what it leads to: {path.resolve()}"
+
+
 def _other_file(path: Path) -> str:
     """A file in a directory that this backend did not create; empty where there is none, or it has used the directory.
 
     Others lock directories, too: a lock alone does not make a directory this backend's, as an index beside it does.
     """
-    names = {each.name for each in path.iterdir()}
+    names = {each.name for each in path.iterdir() if not _is_lost_and_found(each)}
     if _LOCK_NAME in names and INDEX_NAME in names:
         return ""
     return min((name for name in names if _LOCK_NAME not in names or not _OWN.fullmatch(name)), default="")
+
+
+def _is_lost_and_found(path: Path) -> bool:
+    if path.name != _LOST_AND_FOUND:
+        return False
+    state = path.lstat()
+    return stat.S_ISDIR(state.st_mode) and state.st_uid == 0
 
 
 def _lock(directory: int, path: Path) -> int:
