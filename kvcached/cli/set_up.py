@@ -69,7 +69,7 @@ def init(engine: str, disk: Path | None, directory: Path, *, force: bool) -> Non
         if path is not None and not str(path).isprintable():
             fail(ExitCode.USAGE, f"{str(path)!r} has characters that no unit can name; give another directory")
     name = {"vllm": "offload-cpu.toml" if disk is None else "offload-disk.toml", "engine": "cpu-tp1.toml"}[engine]
-    text = _shipped(name).replace(f"configs/{name}", str(configuration))
+    text = _shipped(name).replace(f"configs/{name}", shlex.quote(str(configuration)))
     command = Path(sys.executable).with_name("kvcached")
     unit = _shipped(_UNIT).replace(
         _SHIPPED_COMMAND, f"{_in_command(command)} serve --config {_in_command(configuration)}"
@@ -141,11 +141,12 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
 
 
 def _next_steps(configuration: Path, engine: str, disk: Path | None) -> str:
+    named = shlex.quote(str(configuration))
     steps = [
         f"set {_SIZE_OF[engine]} in {configuration}",
         *([] if disk is None or _is_made_by_unit(disk) else [_make_disk(disk)]),
-        f"kvcached check-config --config {configuration}",
-        f"""kvcached supervise --config {configuration}
+        f"kvcached check-config --config {named}",
+        f"""kvcached supervise --config {named}
     (restarts a daemon that dies, and keeps its host memory; under systemd use {configuration.with_name(_UNIT)})""",
         """kvcached health
     (from another terminal, as the same user)""",

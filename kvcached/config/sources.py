@@ -52,6 +52,7 @@ CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
 _OTHERS: Final = (
     *(CONFIG_VARIABLE, failpoints.VARIABLE, failpoints.LOG_VARIABLE),
     *("KVCACHED_ENDPOINT", "KVCACHED_SERVER_KEY", "KVCACHED_KEY_FILE"),  # of commands, for daemons on other machines
+    *("KVCACHED_TAG", "KVCACHED_COMPILE"),  # of configs/compose.yaml and of the build (setup.py)
 )
 #: What Kubernetes puts into every container of a namespace that has a service called kvcached, or kvcached-metrics:
 #: KVCACHED_SERVICE_HOST, KVCACHED_SERVICE_PORT_HTTP, KVCACHED_PORT_8000_TCP_ADDR. A key of a table has `__` in it.
@@ -85,10 +86,10 @@ def _environment_location(name: str) -> Location:
 
 
 def _environment_value(text: str) -> Any:  # noqa: ANN401 - any TOML value, which validation types
-    """A variable as TOML would read it; what is no TOML value is text."""
+    """A variable as TOML would read it; what is no TOML value, or too deep or too long for one, is text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         return text
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -342,6 +343,24 @@ def test_config_passes_over_service_links_of_kubernetes(tmp_path: Path) -> None:
     }
 
     assert load(tmp_path, GOOD, links) == load(tmp_path, GOOD)
+
+
+def test_config_passes_over_variables_of_compose_and_of_the_build(tmp_path: Path) -> None:
+    """Whoever has exported a tag for configs/compose.yaml, or the switch of the build, can start a daemon."""
+    compose = (ROOT / "configs/compose.yaml").read_text()
+    used = {*re.findall(r"\$\{(KVCACHED_\w+)", compose), *re.findall(r"KVCACHED_\w+", (ROOT / "setup.py").read_text())}
+
+    assert used == {"KVCACHED_TAG", "KVCACHED_COMPILE"}
+    assert load(tmp_path, GOOD, dict.fromkeys(used, "1")) == load(tmp_path, GOOD)
+
+
+@pytest.mark.parametrize("value", ["[" * 3000, "[" * 490 + "]" * 490, "1" * 5000])
+def test_config_takes_a_variable_that_no_parser_can_read_as_text(value: str, tmp_path: Path) -> None:
+    """Brackets nested too deeply, and a number of too many digits, are mistakes as any other, not a crash."""
+    (problem,) = problems(tmp_path, GOOD, {"KVCACHED_LOG_LEVEL": value})
+
+    assert problem.startswith("environment KVCACHED_LOG_LEVEL: log_level = ")
+    assert "is none of the choices" in problem
 
 
 def test_config_takes_options_over_environment(tmp_path: Path) -> None:

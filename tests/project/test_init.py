@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,17 @@ def test_init_writes_a_configuration_that_loads(choice: str, has_replicas: bool,
     assert (result.exit_code, bool(config.replica), config.offload is None) == (0, has_replicas, has_replicas)
     assert f"kvcached serve --config {path}" in path.read_text()
     assert f"kvcached check-config --config {path}" in result.stdout
+
+
+def test_init_prints_commands_that_a_shell_takes(tmp_path: Path) -> None:
+    """A directory whose name a shell would take apart is quoted in the next steps, and in the file's own comment."""
+    steps = init(str(tmp_path / "my $cache")).stdout.partition("next:")[2]
+    comments = (tmp_path / "my $cache/kvcached.toml").read_text()
+
+    commands = re.findall(r"kvcached (?:check-config|supervise|serve) .*", steps + comments)
+    assert len(commands) == 3
+    for command in commands:
+        assert shlex.split(command)[2:] == ["--config", str(tmp_path / "my $cache/kvcached.toml")]
 
 
 def test_init_writes_a_unit_that_starts_this_installation(tmp_path: Path) -> None:
