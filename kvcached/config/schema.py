@@ -11,7 +11,8 @@ else from the default here. `docs/configuration.md` is the same in words. Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -21,7 +22,7 @@ from pydantic.functional_validators import AfterValidator
 from kvcached.config.access import AccessConfig
 from kvcached.config.base_table import Table
 from kvcached.config.events import EventsConfig, check_endpoints
-from kvcached.config.problems import ConfigError, Places, key_lines, mistake, problems_of
+from kvcached.config.problems import ConfigError, Location, Places, key_lines, mistake, problems_of
 from kvcached.config.replica import FilePath, ReplicaConfig
 from kvcached.config.sources import overlay_environment, read_config_file
 from kvcached.config.tables import HostConfig, HttpConfig, OffloadConfig, StorageConfig, WritePolicyName
@@ -41,6 +42,8 @@ REPLICAS_MAX: Final = 64
 HOST_KEYS: Final = ("free_watermark_percent", "load_threshold_blocks", "load_quota_blocks", "write_policy")
 #: Fewer beats than this in a session's lifetime, and one late thread ends a healthy session.
 HEARTBEATS_PER_TTL_MIN: Final = 3
+#: What the daemon and its processes make in the run directory for themselves, whatever is configured.
+_OWN_FILES: Final = re.compile(r"(attach|rpc)\.sock|(daemon|storage)\.lock|ledger\.json.*|storage\.log.*|worker-.*")
 
 LogFormat = Literal["plain", "json"]
 
@@ -197,7 +200,21 @@ class Config(Table):
             tables = {"http.listen": self.http, "tcp.listen": self.tcp}
             others = {key: table.address for key, table in tables.items() if table is not None}
             check_endpoints(self.events, self.run_dir, others)
+        for location, place in self._chosen_places():
+            directory, name = os.path.split(os.path.normpath(place.removeprefix("unix:").removeprefix("ipc://")))
+            if directory == os.path.normpath(self.run_dir) and _OWN_FILES.fullmatch(name):
+                what = "is a file of the daemon's own in run_dir"
+                raise mistake(what, "give the socket another name", location, place)
         return self
+
+    def _chosen_places(self) -> Iterator[tuple[Location, str]]:
+        """Where sockets and ports besides the daemon's own are, as written."""
+        if self.http is not None:
+            yield ("http", "listen"), self.http.listen
+        if self.events is not None:
+            first, second = self.events.endpoints(self.run_dir)
+            yield ("events", "endpoint"), first
+            yield ("events", "replay_endpoint"), second
 
     @model_validator(mode="after")
     def _check_socket_paths(self) -> Self:

@@ -10,8 +10,16 @@ from pydantic import ValidationError
 from kvcached.config.events import EventsConfig
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
+from kvcached.recovery.state_file import LEDGER_NAME
+from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK
+from kvcached.storage.process import LOG_NAME
+from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME
+from kvcached_client.transport.run_dir import LOCK_NAME as DAEMON_LOCK
 
 HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
+#: One file of each kind that a daemon makes in its run directory.
+OWN_NAMES = [ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, DAEMON_LOCK, LEDGER_NAME, f"{LEDGER_NAME}.new", STORAGE_LOCK]
+OWN_NAMES += [LOG_NAME, "worker-default-0.sock", "worker-default-0.log", "worker-default-0.lock"]
 TCP = '[tcp]\nlisten = "{}"\nkey_file = "daemon.key"\n'
 TCP += f'[[tcp.client]]\nname = "x"\npublic_key = "{"0" * 40}"\nrole = "look"\n'
 TCP_LISTEN, PORT = "tcp.listen", "tcp://127.0.0.1:5557"
@@ -71,6 +79,22 @@ def test_endpoint_has_a_place_of_its_own(
     (problem,) = refused.value.problems
     assert problem.key == f"events.{at}"
     assert (problem.what, problem.fix) == (f"is the place of {other}, too", "give each its own")
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_no_socket_takes_the_place_of_a_file_of_the_daemon(name: str, tmp_path: Path) -> None:
+    """Sockets, ledger, locks and logs in the run directory are the daemon's: nothing else is put there."""
+    written = {
+        "http.listen": ({}, f"unix:/run/here//{name}"),
+        "events.endpoint": ({"endpoint": f"ipc:///run/here/{name}"}, ""),
+        "events.replay_endpoint": ({"replay_endpoint": f"ipc:///run/./here/{name}"}, ""),
+    }
+    for key, (events, http) in written.items():
+        with pytest.raises(ConfigError) as refused:
+            load(tmp_path, events, http)
+        (problem,) = refused.value.problems
+        assert (problem.key, problem.what) == (key, "is a file of the daemon's own in run_dir")
+    assert load(tmp_path, {"endpoint": f"ipc:///run/elsewhere/{name}"}, f"unix:/run/here/my-{name}").events is not None
 
 
 @pytest.mark.parametrize(
