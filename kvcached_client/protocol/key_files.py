@@ -53,6 +53,8 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
     except OSError as error:
         raise bad_value(f"key file {path}: {error.strerror}", f"name the file of a key, or {make}") from None
     try:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # whose mode is not to be changed
+            raise bad_value(f"key file {path} is a directory", "name the file of a key")
         if not is_private(descriptor):
             raise bad_value(f"key file {path} is not a file that its owner alone can read", f"chmod 600 {path}")
         content = os.read(descriptor, _FILE_BYTES_MAX)

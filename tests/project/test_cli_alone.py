@@ -233,11 +233,13 @@ def test_cli_keys_makes_a_key_that_its_owner_alone_reads(tmp_path: Path) -> None
 
 
 def test_cli_keys_refuses_what_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that others can read, one without a key, and a missing package are each told with what to do."""
+    """A file that others can read, a directory, one without a key, and a missing package are told with what to do."""
     path = tmp_path / "own.key"
     run("keys", "make", str(path))
     path.chmod(0o644)
     assert "chmod 600" in run("keys", "show", str(path)).stderr
+    said = f"key file {tmp_path} is a directory (name the file of a key)"
+    assert said in run("keys", "show", str(tmp_path)).stderr
     path.chmod(0o600)
     path.write_text("no key")
     assert "kvcached keys make" in run("keys", "show", str(path)).stderr
