@@ -77,7 +77,7 @@ def layout_of_model(path: Path, *, block_size: int, shards: int, kv_dtype: DType
         model = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise mistake(f"cannot be read: {error.strerror}", "name a model's config.json", *at) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise mistake(f"is no JSON: {error}", "name a model's config.json", *at) from None
     if not isinstance(model, dict):
         raise mistake("holds no JSON object", "name a model's config.json", *at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from kvcached_client.vllm.keys import ALGORITHMS, VllmHashing, block_hashes
 DEADLINE_S: Final = 300
 _VERSION_MIN: Final = (3, 11)
 _VERSION_DEADLINE_S: Final = 30
+#: In what an interpreter prints. Some print something else first: as where a sitecustomize says hello.
+_VERSION: Final = re.compile(r"(\d+) (\d+)$", re.MULTILINE)
+_NAME_IT: Final = "name the engine's interpreter: --python PYTHON"
 _SEED_VARIABLE: Final = "PYTHONHASHSEED"
 _MODULE: Final = "kvcached_client.doctor"
 _NOTHING_SAID: Final[dict[str, Any]] = {"hashes": [], "error": "the process ended without an answer"}
@@ -91,9 +95,11 @@ def _version(python: str) -> Finding:
     command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_VERSION_DEADLINE_S, check=True)
-        version = tuple(map(int, done.stdout.split()))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return Finding("python", "fail", f"{python}: {error}", "name the engine's interpreter: --python PYTHON")
+        return Finding("python", "fail", f"{python}: {error}", _NAME_IT)
+    if not (found := _VERSION.findall(done.stdout)):
+        return Finding("python", "fail", f"{python}: it has not printed its version", _NAME_IT)
+    version = tuple(map(int, found[-1]))
     if version < _VERSION_MIN:
         wanted = ".".join(map(str, _VERSION_MIN))
         text = f"{python} is version {'.'.join(map(str, version))}, {DISTRIBUTION} needs {wanted}"
@@ -136,12 +142,17 @@ def _started(command: list[str], errors: IO[str]) -> subprocess.Popen[str]:
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """The JSON that a process prints, as it comes; one that takes too long is ended."""
+    """The JSON objects that a process prints, as they come; one that takes too long is ended."""
     watch = threading.Timer(DEADLINE_S, process.kill)
     watch.start()
     try:
         for line in process.stdout or ():
-            yield json.loads(line)
+            try:
+                said = json.loads(line)
+            except ValueError:  # what the interpreter itself has printed, at its start
+                continue
+            if isinstance(said, dict):
+                yield said
     finally:
         watch.cancel()
 

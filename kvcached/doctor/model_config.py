@@ -25,7 +25,11 @@ def read_config(model: str) -> dict[str, Any]:
         ValueError: it is no JSON object.
     """
     path = Path(model)
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
+    try:
+        config = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(config, dict):
         raise ValueError("it is no JSON object")  # noqa: TRY004 - as for text that is no JSON
     return config

@@ -140,7 +140,7 @@ def _extra_config(flags: SglangFlags, run_dir: Path) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(_CHECK, "fail", f"{OPTION} {text}: {error.strerror}", "name a file that is there")
         return
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield Finding(_CHECK, "fail", f"{OPTION} is no JSON object: {error}", f"write {_WHOLE}")
         return
     if config is None:
@@ -166,7 +166,7 @@ def _read_extra(text: str) -> dict[str, Any] | None:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no object.
+        ValueError, RecursionError: it is no object, or nested too deeply.
     """
     path = Path(text.removeprefix("@"))
     if not text.startswith("@"):

@@ -145,7 +145,7 @@ def _transfer_config(flags: VllmFlags, run_dir: Path, *, on_cuda: bool) -> Itera
         return
     try:
         config: Any = dotted or {**json.loads(text or "{}")}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         yield Finding(_CHECK, "fail", f"--kv-transfer-config is no JSON object: {error}", f"write {whole}")
         return
     if config.get("kv_connector") == _MULTI_CONNECTOR:
@@ -269,7 +269,7 @@ def _policy(flags: VllmFlags) -> Iterator[Finding]:
 def _pooling(flags: VllmFlags) -> Iterator[Finding]:
     try:
         config = nested(flags.options, _POOLER) or json.loads(flags.options.get(_POOLER) or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return  # vLLM says so
     for name in ("seq_pooling_type", "tok_pooling_type"):
         kind = config.get(name) if isinstance(config, dict) else None

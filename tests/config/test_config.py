@@ -453,6 +453,7 @@ def test_config_layout_from_model_config(tmp_path: Path) -> None:
     [
         (None, "cannot be read: No such file"),
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("[]", "holds no JSON object"),
         ('{"num_hidden_layers": 0}', "model config: num_hidden_layers is 0"),
     ],

@@ -115,6 +115,7 @@ def test_doctor_without_a_daemon(tmp_path: Path) -> None:
     [
         ("exit 3", "python", "exit status 3"),
         ("echo 3 9", "python", "is version 3.9"),
+        ("echo hello", "python", "has not printed its version"),
         (f'exec {sys.executable} -S "$@"', "client", "No module named"),
         (
             f'case "$*" in *doctor*) echo no doctor here >&2; exit 7;; esac; exec {sys.executable} "$@"',
@@ -133,6 +134,19 @@ def test_doctor_with_an_interpreter_that_lacks_something(tmp_path: Path, program
 
     (failed,) = (finding for finding in findings if finding.level == "fail")
     assert (failed.check, said in failed.text, failed.fix != "") == (check, True, True), failed
+
+
+@pytest.mark.end_to_end
+def test_doctor_takes_an_interpreter_that_prints_at_its_start(tmp_path: Path) -> None:
+    """What an interpreter prints before and after its version, and beside the findings, is passed over."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho hello 1; echo 7; echo; {sys.executable} "$@"; echo bye 3 11 now\n')
+    python.chmod(0o755)
+
+    findings = list(examine(str(python), tmp_path, "", ()))
+
+    assert by_level(findings, "fail") == ["sockets"]
+    assert {"interpreter", "client", "limits"} <= set(by_level(findings, "ok"))
 
 
 @pytest.mark.end_to_end

@@ -24,6 +24,8 @@ from kvcached_client.vllm.keys import VllmHashing, block_hashes
 
 RUN_DIR = Path("/run/kvcached")
 CONFIG = json.dumps(TRANSFER_CONFIG)
+#: More brackets than a reader of JSON goes into.
+DEEP = "[" * 100_000
 GOOD = ["serve", "/models/tiny", "--kv-transfer-config", CONFIG, "--prefix-caching-hash-algo", "sha256_cbor"]
 OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify=Verify.ALWAYS)
 MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
@@ -103,6 +105,7 @@ def test_good_arguments_have_no_problem() -> None:
     [
         (["serve", "m", "--prefix-caching-hash-algo=sha256_cbor"], "is missing", CONFIG),
         (["--kv-transfer-config", "{broken", "--prefix-caching-hash-algo=sha256_cbor"], "no JSON object", CONFIG),
+        (["--kv-transfer-config", DEEP, "--prefix-caching-hash-algo=sha256_cbor"], "no JSON object", CONFIG),
         (["--kv-transfer-config", "[1]", "--prefix-caching-hash-algo=sha256_cbor"], "no JSON object", CONFIG),
         (changed(kv_role="kv_producer"), "kv_role is 'kv_producer'", '"kv_role": "kv_both"'),
         (changed(kv_load_failure_policy=None), "kv_load_failure_policy is missing", '"recompute"'),
@@ -374,6 +377,16 @@ def test_context_within_the_window_is_taken(tmp_path: Path) -> None:
 def test_model_that_is_not_here_has_no_problem() -> None:
     """A name of the hub is not looked up."""
     assert list(check_model("org/model", VllmFlags())) == []
+
+
+def test_model_that_is_nested_too_deeply_is_a_warning(tmp_path: Path) -> None:
+    """Of a config.json that no parser reads, the doctor says that it does not tell the size of a block, and goes on."""
+    (tmp_path / "config.json").write_text(DEEP)
+
+    assert list(check_model(str(tmp_path), VllmFlags())) == []
+    (finding,) = check_layout(str(tmp_path), VllmFlags(), OFFERED)
+    assert (finding.level, "nested too deeply" in finding.text) == ("warn", True)
+    assert problems([*GOOD, "--pooler-config", DEEP]) == []
 
 
 def test_layout_that_is_not_told_is_a_warning(tmp_path: Path) -> None:

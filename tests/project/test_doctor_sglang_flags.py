@@ -89,6 +89,7 @@ def test_what_the_guide_starts_has_no_problems() -> None:
         ([*GOOD, "--decode-context-parallel-size=4"], "decode context parallelism", "leave out --dcp-size"),
         (HIERARCHY, f"{EXTRA} is missing", f"add {EXTRA} '{{"),
         (arguments("{"), "is no JSON object", f"write {EXTRA} '{{"),
+        (arguments("[" * 100_000), "is no JSON object", f"write {EXTRA} '{{"),
         (arguments("[]"), "is no JSON object", f"write {EXTRA} '{{"),
         (arguments("@/none/there.json"), "No such file", "name a file"),
         (changed(backend_name=None), "backend_name is missing", '"backend_name": "kvcached"'),
