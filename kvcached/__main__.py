@@ -5,13 +5,14 @@ Imports nothing but the standard library at first, so that Ctrl-C ends it in ord
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
 import signal
 import sys
 from types import FrameType
-from typing import cast
+from typing import Final, cast
 
 
 def run() -> None:
@@ -30,6 +31,17 @@ def run() -> None:
         if error.has_no_reader:
             sys.exit(ExitCode.NO_READER)
         fail(ExitCode.USAGE, f"the output cannot be written: {error}")
+
+
+#: What pictures are drawn with, where an encoding has no such characters: bars, heights, and a gap between heights.
+_PLAIN: Final = dict(zip("█░▁▂▃▄▅▆▇·", "#-1234567.", strict=True))
+
+
+def _in_plain(error: UnicodeError) -> tuple[str, int]:
+    """For `codecs.register_error`. What cannot be drawn in another way, as names, becomes question marks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
 
 
 class _OutputLost(Exception):
@@ -53,11 +65,13 @@ class _Stdout(io.FileIO):
 
 
 def _told(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same stream, with an error of its own."""
+    """The same stream, with an error of its own, and with a stand-in for every character that its encoding lacks."""
+    codecs.register_error("kvcached.plain", _in_plain)
+    is_short = codecs.lookup(stdout.encoding).name != "utf-8" and stdout.errors in {"strict", "surrogateescape"}
     return io.TextIOWrapper(
         io.BufferedWriter(_Stdout(stdout.fileno(), "w", closefd=False)),
         stdout.encoding,
-        stdout.errors,
+        "kvcached.plain" if is_short else stdout.errors,
         line_buffering=stdout.line_buffering,
         write_through=stdout.write_through,
     )

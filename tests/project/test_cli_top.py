@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import kvcached_client
+from kvcached.__main__ import _told
 from kvcached.cli.main import ExitCode, main
 from kvcached.cli.top import HISTORY_LENGTH, History, Sample, picture
 from kvcached_client.errors import DaemonUnreachable
@@ -131,6 +134,21 @@ def test_names_are_no_markup(name: str) -> None:
 
     assert any(line.startswith(f"host of {name} ") for line in lines)
     assert any(line.startswith(f"device of {name} ") for line in lines)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_picture_can_be_drawn_in_every_encoding(encoding: str, tmp_path: Path) -> None:
+    """A terminal without characters for bars gets other ones, and question marks for names that it cannot show."""
+    golden = report({})
+    kept = tuple(msgspec.structs.replace(pool, name="模型") for pool in golden.engine_pools)
+    shown = history({"missed_blocks": 1}, {"hit_blocks": 3, "missed_blocks": 2}, {"hit_blocks": 3, "missed_blocks": 2})
+    shown.add(Sample(6.0, report({"hit_blocks": 3, "missed_blocks": 2}, engine_pools=kept)))
+    with (tmp_path / "seen").open("w", encoding=encoding) as file:
+        Console(file=_told(file), width=110, color_system=None).print(picture(shown))
+
+    seen = (tmp_path / "seen").read_text(encoding=encoding)
+    assert "hit rate  7" in seen
+    assert re.search(r"^device of \?\? +#+-+ ", seen, re.MULTILINE)
 
 
 def test_picture_fits_a_terminal_of_80_columns() -> None:
