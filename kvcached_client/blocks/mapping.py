@@ -6,6 +6,7 @@ It uses ctypes, because Python's ``mmap`` keeps a duplicate of the descriptor as
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -76,24 +77,31 @@ def huge_pages(setting: Path = SHMEM_ENABLED) -> str:
     return text.partition("[")[2].partition("]")[0] or "none"
 
 
-def unusable(reason: str) -> RequestError:
+def unusable(reason: str, fix: str = "the daemon's log says more") -> RequestError:
     """The exception for memory that must not be mapped."""
-    return DaemonFailure(ErrorCode.INTERNAL, f"pool memory: {reason}", "the daemon's worker log says more")
+    return DaemonFailure(ErrorCode.INTERNAL, f"pool memory: {reason}", fix)
+
+
+def _not_mapped(call: str) -> RequestError:
+    """The exception for a call that the kernel has just refused. No page is taken yet: addresses have run out."""
+    number = ctypes.get_errno()
+    fix = ("raise this process's limit of addresses: ulimit -v",) if number == errno.ENOMEM else ()
+    return unusable(f"{call}: {os.strerror(number)}", *fix)
 
 
 def _map_shared(descriptor: int, size_bytes: int, protection: int) -> Buffer:
     # Unreadable until it is DONTFORK: a child forked by another thread in between gets a mapping that it cannot use.
     address = _libc.mmap(None, size_bytes, 0, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
-        raise unusable(f"mmap: {os.strerror(ctypes.get_errno())}")
+        raise _not_mapped("mmap")
     if (
         _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
         or _libc.madvise(address, size_bytes, mmap.MADV_DONTDUMP)
         or _libc.mprotect(address, size_bytes, protection)
     ):
-        reason = os.strerror(ctypes.get_errno())
+        refused = _not_mapped("madvise or mprotect")
         _libc.munmap(address, size_bytes)
-        raise unusable(f"madvise or mprotect: {reason}")
+        raise refused
     buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
     # At exit other threads may still hold views, and the kernel unmaps anyway.
     weakref.finalize(buffer, _unmap, address, size_bytes, os.getpid()).atexit = False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import gc
+import mmap
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvcached_client import DaemonFailure, Layout, RequestError, map_pool
-from kvcached_client.blocks.mapping import huge_pages
+from kvcached_client.blocks.mapping import huge_pages, map_sealed
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol.attach import Joined
 from tests.client.descriptors import held_here_and_in_a_child
@@ -189,6 +191,23 @@ def test_memory_of_another_size_is_refused(daemon: FakeDaemon, memory: list[int]
     memory.append(sealed_memory(layout.pool_bytes(SLOTS) + difference))
     with pytest.raises(DaemonFailure, match="bytes"):
         map_pool(offer(daemon, layout, memory[-1]))
+
+
+def test_lack_of_addresses_is_told_with_the_limit() -> None:
+    """Memory that a process has no addresses for is refused with the limit to raise; no worker is spoken of."""
+    size_bytes = 1 << 30
+    descriptor = sealed_memory(size_bytes)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + size_bytes // 2, before[1]))
+    try:
+        with pytest.raises(DaemonFailure, match="mmap: Cannot allocate memory") as refused:
+            map_sealed(descriptor, size_bytes, mmap.PROT_READ)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        os.close(descriptor)
+
+    assert refused.value.fix == "raise this process's limit of addresses: ulimit -v"
 
 
 @pytest.mark.parametrize("joined", [{"kind": "cuda"}, {"shard": 1}])
