@@ -25,6 +25,8 @@ _LEVELS: Final[dict[LogLevel, int]] = {
     "error": logging.ERROR,
 }
 _STDERR: Final = 2
+#: Of a file with the output of other processes, at the start of one: more than people read, and a run directory is memory.
+OUTPUT_BYTES_MAX: Final = 8 << 20
 _LOGGERS: Final = ("kvcached", "kvcached_client")
 #: systemd sets it to device and inode of the stream that it has given to a process: the journal's.
 _JOURNAL_VARIABLE: Final = "JOURNAL_STREAM"
@@ -56,6 +58,8 @@ def set_level(level: LogLevel) -> LogLevel:
 def open_log(path: str) -> int:
     """A descriptor, the caller's to close, for the output of another process: appended to a file.
 
+    A file that has grown long is put aside first, over the one that was put aside before it.
+
     Raises:
         OSError: it cannot be opened, or is no file: to open a pipe would wait for its reader.
     """
@@ -69,7 +73,14 @@ def open_log(path: str) -> int:
     if not stat.S_ISREG(os.fstat(log).st_mode):
         os.close(log)
         raise _no_file(path)
-    return log
+    if os.fstat(log).st_size < OUTPUT_BYTES_MAX:
+        return log
+    try:
+        os.replace(path, f"{path}.1")
+    except OSError:  # as where something else has that name: better a long file than no process
+        return log
+    os.close(log)
+    return open_log(path)
 
 
 def _no_file(path: str) -> OSError:

@@ -6,10 +6,11 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kvcached.log import set_up_logging
+from kvcached.log import OUTPUT_BYTES_MAX, open_log, set_up_logging
 from kvcached.service.stories import _SHOWN
 from tests.project.source_tree import ROOT, modules
 
@@ -141,3 +142,26 @@ def test_documented_fields_are_named_by_messages() -> None:
     assert len(documented) == len(set(documented)) >= 10
     for name in set(documented).difference(_SHOWN):
         assert any(f"%({name})" in source for source in sources), name
+
+
+def test_output_of_processes_is_put_aside_before_it_is_long(tmp_path: Path) -> None:
+    """A file is appended to until it is long; then it is kept under another name until the next one is."""
+    path, aside = tmp_path / "worker.log", tmp_path / "worker.log.1"
+    path.write_bytes(bytes(OUTPUT_BYTES_MAX - 1))
+
+    for text, sizes in (("a", (OUTPUT_BYTES_MAX, 0)), ("b", (1, OUTPUT_BYTES_MAX)), ("c", (2, OUTPUT_BYTES_MAX))):
+        log = open_log(str(path))
+        os.write(log, text.encode())
+        os.close(log)
+        assert (path.stat().st_size, aside.stat().st_size if aside.exists() else 0) == sizes
+    assert path.read_text() == "bc"
+
+
+def test_output_that_cannot_be_put_aside_grows(tmp_path: Path) -> None:
+    """A directory in the other file's place costs the limit, and not the process."""
+    path = tmp_path / "worker.log"
+    path.write_bytes(bytes(OUTPUT_BYTES_MAX))
+    (tmp_path / "worker.log.1").mkdir()
+
+    os.close(open_log(str(path)))
+    assert path.stat().st_size == OUTPUT_BYTES_MAX
