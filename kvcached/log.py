@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final, Literal
 
 from kvcached_client.types import LogLevel
@@ -25,7 +26,7 @@ _LEVELS: Final[dict[LogLevel, int]] = {
     "error": logging.ERROR,
 }
 _STDERR: Final = 2
-#: Of a file with the output of other processes, at the start of one: more than people read, and a run directory is memory.
+#: Of a file with the output of other processes, when one starts: more than people read. Run directories are in memory.
 OUTPUT_BYTES_MAX: Final = 8 << 20
 _LOGGERS: Final = ("kvcached", "kvcached_client")
 #: systemd sets it to device and inode of the stream that it has given to a process: the journal's.
@@ -76,7 +77,7 @@ def open_log(path: str) -> int:
     if os.fstat(log).st_size < OUTPUT_BYTES_MAX:
         return log
     try:
-        os.replace(path, f"{path}.1")
+        Path(path).replace(f"{path}.1")
     except OSError:  # as where something else has that name: better a long file than no process
         return log
     os.close(log)

@@ -255,6 +255,16 @@ def test_upgrade_leaves_the_keeper() -> None:
     assert re.findall(r"image: (kvcached:.*)", text) == ["kvcached:0.1.0", "kvcached:${KVCACHED_TAG:-0.1.0}"]
 
 
+def test_documented_restarts_name_what_the_files_have() -> None:
+    """What applies a changed configuration names the service and the DaemonSet that mount it."""
+    text = (ROOT / "docs/deployment.md").read_text()
+    (service,) = re.findall(r"compose --file configs/compose.yaml restart (\w+)", text)
+    (name,) = re.findall(r"kubectl rollout restart daemonset/(\w+)", text)
+
+    assert "./containers.toml:/etc/kvcached/kvcached.toml:ro" in composed()["services"][service]["volumes"]
+    assert {"name": "config", "configMap": {"name": "kvcached"}} in pod_of(name)["volumes"]
+
+
 def test_documented_upgrades_name_what_the_files_have() -> None:
     """The commands for Docker and Kubernetes name services, containers and variables of the files."""
     text = (ROOT / "docs/upgrade.md").read_text()

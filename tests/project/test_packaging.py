@@ -69,6 +69,14 @@ def test_service_keeps_the_host_pool() -> None:
     assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", str(ExitCode.USAGE.value))
 
 
+def test_service_tells_who_may_be_an_engine() -> None:
+    """The unit's first lines do not limit engines to the daemon's user: the configuration may name others."""
+    head = (ROOT / "configs/kvcached.service").read_text().partition("[Unit]")[0]
+
+    assert "[[access.engine]]" in head
+    assert "must run as" not in head
+
+
 def test_service_starts_a_command_that_exists() -> None:
     """What the unit executes is a command line that the program understands."""
     _, *arguments = unit()["ExecStart"].split()
