@@ -7,13 +7,18 @@ import random
 import pytest
 
 from kvcached.core.cache import Cache
-from kvcached.core.eviction.by_priority import POLICIES
+from kvcached.core.eviction.by_priority import POLICIES, ByPriority
+from kvcached.core.eviction.slru import SegmentedLeastRecentlyUsed
+from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.insight.invariants import check
+from kvcached.core.messages import BackupSettled, Grant, StartBackup, StorageReady
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.refusals import Refusal
+from kvcached.core.transfers.storage import StorageSpec
+from kvcached.core.transfers.storage_copies import BackupPolicy
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of
 from tests.core.host_tier import Workers, crowd_out, host_hit, make_tiers
-from tests.core.offload_engine import OffloadEngine, make_offload
+from tests.core.offload_engine import OffloadEngine, make_offload, space
 
 
 def make(policy: str, *, slots: int = 16, host_slabs: int = 0, per_slab: int = 16) -> Cache:
@@ -31,6 +36,46 @@ def acquire(engine: Engine, text: str, priority: int) -> None:
     if grant.hit < len(text) and not grant.loads:
         engine.commit(grant, text)
     engine.release(grant)
+
+
+def make_stored(policy: str, backup: BackupPolicy) -> Cache:
+    """A cache whose host pool has a hundred slots and storage below it, which looks at all victims to come."""
+    cache = Cache(
+        [],
+        epoch=EPOCH,
+        session_ttl_ms=TTL_MS,
+        host_slabs=10,
+        namespaces_max=1,
+        host_eviction_policy=policy,
+        storage=StorageSpec(backup, 100),
+    )
+    cache.handle(StorageReady())
+    return cache
+
+
+def back_up(cache: Cache) -> None:
+    """Storage writes whatever it is asked to, until nothing is."""
+    cache.settle()
+    while cache.effects:
+        orders, cache.effects[:] = [each for each in cache.effects if isinstance(each, StartBackup)], []
+        for order in orders:
+            cache.handle(BackupSettled(order.transfer, sum(len(span.keys) // KEY_SIZE for span in order.spans)))
+        cache.settle()
+
+
+def upper_blocks(cache: Cache) -> list[int]:
+    """What can be evicted from the upper segments of each of a cache's pools now, which is what they count."""
+    found = []
+    for policy in cache.trees[0].policies:
+        assert isinstance(policy, ByPriority)
+        count = 0
+        for each in policy._policies.values():
+            if isinstance(each, SegmentedLeastRecentlyUsed):
+                upper = [segment for segment, place in each._places.items() if place.half == 1]
+                assert each._blocks[1] == sum(segment.evictable_tail for segment in upper)
+                count += each._blocks[1]
+        found.append(count)
+    return found
 
 
 def take(engine: Engine, slots: int) -> None:
@@ -103,6 +148,102 @@ def test_host_pool_has_its_own_two_segments() -> None:
     crowd_out(engine)
 
     assert [host_hit(engine, text)[1] for text in ("abcd", "0123", "4567", "xyz")] == [4, 1, 4, 3]
+    assert check(cache) == []
+
+
+def prompts(*letters: str) -> list[str]:
+    """Ten blocks for each letter."""
+    return [letter + "012345678" for letter in letters]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_that_nobody_asks_for_any_more_make_room_in_a_device_pool(policy: str) -> None:
+    """However many old prompts were hit, new ones are kept from their first request on."""
+    cache = make(policy, slots=100)
+    engine = Engine(cache)
+    for text in [each for each in prompts(*"abcdefghij") for _ in range(2)]:
+        acquire(engine, text, 0)
+    hits = []
+    for _ in range(3):
+        hits.append([engine.hit(text) for text in prompts(*"wxyz")])
+        for text in prompts(*"wxyz"):
+            acquire(engine, text, 0)
+
+    assert hits == [[0] * 4, [10] * 4, [10] * 4]
+    assert (upper_blocks(cache), check(cache)) == ([20 if policy == "slru" else 0, 0], [])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backup", BackupPolicy)
+def test_prompts_that_nobody_asks_for_any_more_make_room_in_the_host_pool(policy: str, backup: BackupPolicy) -> None:
+    """As in a device pool, also where the next victims are looked at for storage."""
+    cache = make_stored(policy, backup)
+    engine = OffloadEngine(cache, space(per_slab=10))
+    for text in [each for each in prompts(*"abcdefghij") for _ in range(2)]:
+        engine.store(text)
+        back_up(cache)
+    hits = []
+    for _ in range(3):
+        hits.append([engine.hit(text) for text in prompts(*"wxyz")])
+        for text in prompts(*"wxyz"):
+            engine.store(text)
+            back_up(cache)
+
+    assert hits == [[0] * 4, [10] * 4, [10] * 4]
+    assert (upper_blocks(cache), check(cache)) == ([20 if policy == "slru" else 0], [])
+
+
+def test_prompt_of_which_a_part_has_gone_is_still_the_next_to_go() -> None:
+    """A prompt that has left the protected segment goes as a whole, though room is needed a few blocks at a time."""
+    cache = make("slru", slots=60)
+    engine = Engine(cache)
+    for text in [each for each in prompts(*"abcdef") for _ in range(2)]:
+        acquire(engine, text, 0)
+    left = []
+    for slots in (3, 6, 9, 12):
+        take(engine, slots)
+        left.append([engine.hit(text) for text in prompts(*"abcdef")])
+
+    assert left == [[7, *[10] * 5], [4, *[10] * 5], [1, *[10] * 5], [0, 8, *[10] * 4]]
+    assert check(cache) == []
+
+
+def test_looks_at_the_next_victims_do_not_change_them() -> None:
+    """What storage's policy looks at before it has to leave the host pool leaves in the same order as without."""
+    left: dict[BackupPolicy, list[list[int]]] = {}
+    for backup in BackupPolicy:
+        cache = make_stored("slru", backup)
+        engine = OffloadEngine(cache, space(per_slab=10))
+        rng, left[backup] = random.Random(1), []
+        for text in rng.choices(prompts(*"abcdefghijklmnop"), k=150):
+            engine.store(text[: rng.randrange(1, 11)])
+            back_up(cache)
+            left[backup].append([engine.hit(text) for text in prompts(*"abcdefghijklmnop")])
+
+    assert left[BackupPolicy.ON_EVICTION] == left[BackupPolicy.NEVER]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_protected_segment_counts_what_can_be_evicted_now(seed: int) -> None:
+    """Over random prompts, leases and copies it counts its tails as they are, and never has more than its part."""
+    rng = random.Random(seed)
+    cache = make("slru", slots=40, host_slabs=3, per_slab=8)
+    engine, workers = Engine(cache), Workers(cache)
+    held: list[tuple[Grant, str]] = []
+    for step in range(250):
+        text = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 9)))
+        try:
+            held.append((engine.acquire(text), text))
+        except Refusal:
+            workers.answer_all()
+        if held and rng.randrange(3):
+            grant, text = held.pop(rng.randrange(len(held)))
+            if not grant.loads:
+                engine.commit(grant, text)
+            engine.release(grant)
+        if step % 3 == 0:
+            workers.answer_all()
+        assert all(blocks <= most for blocks, most in zip(upper_blocks(cache), (8, 4), strict=True))
     assert check(cache) == []
 
 

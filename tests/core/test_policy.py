@@ -79,41 +79,50 @@ def test_entries_of_segments_that_left_do_not_pile_up() -> None:
     assert len(policy._queue) + len(policy._between) < 200
 
 
+#: What it is sorted by, what it was moved to another half as, which one it was filed as.
+_Order = tuple[int, int, int]
+
+
 class Naive:
     """Two lists, searched from end to end: what `SegmentedLeastRecentlyUsed` must do."""
 
     def __init__(self) -> None:
         self.lower: list[Segment] = []
         self.upper: list[Segment] = []
-        self.blocks: dict[Segment, int] = {}
-        self.order: dict[Segment, tuple[int, int]] = {}
+        self.order: dict[Segment, _Order] = {}
+        self.moved_down: dict[Segment, tuple[int, _Order]] = {}  #: last use then, and the order since
         self.filed = 0
         self.newest = 0
 
     def add(self, segment: Segment) -> None:
-        if segment in self.blocks:
-            return
-        is_upper = segment.hit_end >= segment.run.start + segment.length
-        self.put(segment, self.upper if is_upper else self.lower, segment.last_used)
+        used, order = self.moved_down.get(segment, (None, (0, 0, 0)))
+        is_moved_down = used == segment.last_used
+        is_upper = segment.hit_end >= segment.run.start + segment.length and not is_moved_down
+        half = self.upper if is_upper else self.lower
+        if segment not in half:
+            self.remove(segment)
+            self.filed += 1
+            self.put(segment, half, order if is_moved_down else (segment.last_used, 0, self.filed))
         while self.size(self.upper) > SLOTS * UPPER_PERCENT // 100:
             oldest = min(self.upper, key=self.order.__getitem__)
             self.take(oldest)
-            self.put(oldest, self.lower, max(self.newest, oldest.last_used))
+            self.filed += 1
+            order = max(self.newest, oldest.last_used), self.filed, 0
+            self.moved_down[oldest] = oldest.last_used, order
+            self.put(oldest, self.lower, order)
 
-    def put(self, segment: Segment, half: list[Segment], order: int) -> None:
-        self.filed += 1
+    def put(self, segment: Segment, half: list[Segment], order: _Order) -> None:
         half.append(segment)
-        self.blocks[segment] = segment.evictable_tail
-        self.order[segment] = order, self.filed
+        self.order[segment] = order
         if half is self.lower:
-            self.newest = max(self.newest, order)
+            self.newest = max(self.newest, order[0])
 
     def take(self, segment: Segment) -> None:
         (self.upper if segment in self.upper else self.lower).remove(segment)
-        del self.blocks[segment], self.order[segment]
+        del self.order[segment]
 
     def size(self, half: list[Segment]) -> int:
-        return sum(self.blocks[segment] for segment in half)
+        return sum(segment.evictable_tail for segment in half)
 
     def pop(self) -> Segment | None:
         while self.lower or self.upper:
@@ -124,23 +133,48 @@ class Naive:
         return None
 
     def touch(self, segment: Segment) -> None:
-        if segment in self.blocks:
+        if segment in self.order:
             self.take(segment)
             self.add(segment)
 
     def remove(self, segment: Segment) -> None:
-        if segment in self.blocks:
+        if segment in self.order:
             self.take(segment)
+
+
+def lock_or_unlock(segment: Segment, rng: random.Random, *policies: SegmentedLeastRecentlyUsed | Naive) -> None:
+    """More or less of a segment can be evicted than before, or none."""
+    if rng.randrange(2):
+        segment.resident_children ^= 1
+    else:
+        segment.protected = rng.randrange(segment.length)
+    if segment.queued or segment.evictable_tail:
+        for each in policies:
+            each.add(segment)
+
+
+def look(rng: random.Random, policy: SegmentedLeastRecentlyUsed, naive: Naive) -> None:
+    """The next victims are looked at and filed again, some of them without a part that they have lost."""
+    asked = range(rng.randrange(1, 6))
+    seen = [policy.pop() for _ in asked]
+    assert seen == [naive.pop() for _ in asked]
+    for victim in filter(None, reversed(seen)):
+        victim.length -= rng.randrange(victim.evictable_tail) * rng.randrange(2)
+        policy.add(victim)
+        naive.add(victim)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_segmented_victims_are_those_of_a_naive_implementation(seed: int) -> None:
-    """Over random adds, hits, uses, removals and pops, each victim is the one that two searched lists name."""
+    """Over random adds, hits, uses, locks, trims, looks and pops, each victim is the one that two searched lists name.
+
+    Blocks are counted as they can be evicted now, not as they could be when their tail was filed.
+    """
     rng, policy, naive = random.Random(seed), SegmentedLeastRecentlyUsed(SLOTS), Naive()
     known: list[Segment] = []
     for clock in range(1, 1501):
         segment = rng.choice(known) if known else None
-        match rng.randrange(7):
+        match rng.randrange(9):
             case 0 | 1:
                 fresh = make_segment(clock if rng.randrange(2) else rng.randrange(clock), rng.randrange(1, 9))
                 fresh.hit_end = rng.choice((0, 0, fresh.length))
@@ -153,15 +187,14 @@ def test_segmented_victims_are_those_of_a_naive_implementation(seed: int) -> Non
                 policy.touch(segment)
                 naive.touch(segment)
             case 3 if segment is not None:
-                segment.resident_children ^= 1
-                if not segment.resident_children:
-                    policy.add(segment)
-                    naive.add(segment)
+                lock_or_unlock(segment, rng, policy, naive)
             case 4 if segment is not None and rng.randrange(3) == 0:
                 policy.remove(segment)
                 naive.remove(segment)
                 known.remove(segment)
-            case 5 | 6:
+            case 5:
+                look(rng, policy, naive)
+            case 6 | 7:
                 victim = policy.pop()
                 assert victim is naive.pop()
                 if victim is not None:
@@ -216,7 +249,7 @@ def test_segmented_operations_look_at_few_tails(count: int, monkeypatch: pytest.
         policy.add(segment)
     checked = 0
 
-    def counted(self: SegmentedLeastRecentlyUsed, entry: tuple[int, int, Segment]) -> bool:
+    def counted(self: SegmentedLeastRecentlyUsed, entry: tuple[int, int, int, Segment]) -> bool:
         nonlocal checked
         checked += 1
         return is_current(self, entry)

@@ -30,9 +30,7 @@ class ByPriority:
     def add(self, segment: Segment) -> None:
         """File a tail under its priority, or move it there."""
         priority = segment.priority or 0
-        if segment.queued:
-            if segment.filed_priority == priority:
-                return
+        if segment.queued and segment.filed_priority != priority:
             self._policies[segment.filed_priority].remove(segment)
         policy = self._policies.get(priority)
         if policy is None:

@@ -18,7 +18,7 @@ class EvictionPolicy(Protocol):
     """Order of eviction among the tails of one pool."""
 
     def add(self, segment: Segment) -> None:
-        """The segment's tail has become evictable, or is so still after a trim. A second call changes nothing."""
+        """The segment's tail is evictable, or more or less of it is than before. A second call changes nothing."""
 
     def pop(self) -> Segment | None:
         """The next victim, removed from the order; None when no tail is evictable."""

@@ -14,7 +14,8 @@ UPPER_PERCENT = 20
 _OUTDATED_MIN = 64
 _LOWER, _UPPER = 0, 1
 
-_Entry = tuple[int, int, Segment]
+#: Order, rank among those of one order, number, tail.
+_Entry = tuple[int, int, int, Segment]
 
 
 class _Place(NamedTuple):
@@ -24,7 +25,7 @@ class _Place(NamedTuple):
         half: lower or upper.
         number: of its entry in that heap; others of the same tail are outdated.
         stamp: its last use when it was filed.
-        blocks: its evictable ones then.
+        blocks: its evictable ones.
     """
 
     half: int
@@ -38,7 +39,8 @@ class SegmentedLeastRecentlyUsed:
 
     A tail stands in the upper segment when its last block was found by a request after the one that committed it. When
     more than `UPPER_PERCENT` of the pool stands there, the tail that was used longest ago moves to the lower segment,
-    as the newest. Each operation is O(log n) in the number of tails, spread over those that filed what moves down.
+    as the newest. It keeps that place until its next use, also when it is handed out and filed again. Each operation is
+    O(log n) in the number of tails, spread over those that filed what moves down.
     """
 
     __slots__ = ("_blocks", "_heaps", "_newest", "_number", "_places", "_upper_max")
@@ -46,24 +48,29 @@ class SegmentedLeastRecentlyUsed:
     def __init__(self, slots: int) -> None:
         """For a pool of so many slots."""
         self._upper_max = slots * UPPER_PERCENT // 100
-        self._heaps: tuple[list[_Entry], list[_Entry]] = ([], [])  #: (order, number, segment)
+        self._heaps: tuple[list[_Entry], list[_Entry]] = ([], [])
         self._places: dict[Segment, _Place] = {}
-        self._blocks = [0, 0]  #: filed in each half
+        self._blocks = [0, 0]  #: that can be evicted from each half
         self._newest = 0  #: highest order that was ever filed in the lower half
         self._number = 0
 
     def add(self, segment: Segment) -> None:
-        """File a tail under its last use, in the half where it belongs."""
-        if segment.queued:
-            return
-        self._file(segment, _UPPER if is_hit(segment) else _LOWER, segment.last_used)
+        """File a tail under its last use, in the half where it belongs; count one that is filed again."""
+        place, blocks = self._places.get(segment), segment.evictable_tail
+        half = _UPPER if is_hit(segment) and not _is_moved_down(segment) else _LOWER
+        if place is not None and (place.half, place.stamp) == (half, segment.last_used):
+            self._blocks[half] += blocks - place.blocks
+            self._places[segment] = place._replace(blocks=blocks)
+        else:
+            self.remove(segment)
+            self._file(segment, half)
         self._move_down()
 
     def pop(self) -> Segment | None:
         """The next victim."""
         lower, upper = self._heaps
         while lower or upper:
-            _, number, segment = heappop(lower or upper)
+            _, _, number, segment = heappop(lower or upper)
             place = self._places.get(segment)
             if place is None or place.number != number:
                 continue  # outdated
@@ -104,15 +111,19 @@ class SegmentedLeastRecentlyUsed:
             heap.clear()
         self._blocks = [0, 0]
 
-    def _file(self, segment: Segment, half: int, order: int) -> None:
+    def _file(self, segment: Segment, half: int) -> None:
         self._number += 1
-        blocks = segment.evictable_tail
+        blocks, moved_down = segment.evictable_tail, segment.moved_down
+        if moved_down is not None and half == _LOWER and _is_moved_down(segment):
+            order, rank = moved_down
+        else:
+            order, rank, segment.moved_down = segment.last_used, 0, None
         self._places[segment] = _Place(half, self._number, segment.last_used, blocks)
         self._blocks[half] += blocks
         if half == _LOWER:
             self._newest = max(self._newest, order)
         segment.queued = True
-        heappush(self._heaps[half], (order, self._number, segment))
+        heappush(self._heaps[half], (order, rank, self._number, segment))
 
     def _unfile(self, segment: Segment, place: _Place) -> None:
         del self._places[segment]
@@ -122,11 +133,12 @@ class SegmentedLeastRecentlyUsed:
     def _move_down(self) -> None:
         upper = self._heaps[_UPPER]
         while self._blocks[_UPPER] > self._upper_max:
-            _, number, segment = heappop(upper)
+            _, _, number, segment = heappop(upper)
             place = self._places.get(segment)
             if place is not None and place.number == number:
                 self._unfile(segment, place)
-                self._file(segment, _LOWER, max(self._newest, segment.last_used))
+                segment.moved_down = max(self._newest, segment.last_used), self._number + 1
+                self._file(segment, _LOWER)
 
     def _sweep(self) -> None:
         if sum(map(len, self._heaps)) <= max(_OUTDATED_MIN, 2 * len(self._places)):
@@ -136,10 +148,15 @@ class SegmentedLeastRecentlyUsed:
             heapify(heap)
 
     def _is_current(self, entry: _Entry) -> bool:
-        place = self._places.get(entry[2])
-        return place is not None and place.number == entry[1]
+        place = self._places.get(entry[3])
+        return place is not None and place.number == entry[2]
 
 
 def is_hit(segment: Segment) -> bool:
     """Whether a later request has found a segment's last block."""
     return segment.hit_end >= segment.run.start + segment.length
+
+
+def _is_moved_down(segment: Segment) -> bool:
+    """Whether it has not been used since it moved to the lower segment, behind all that had been used until then."""
+    return segment.moved_down is not None and segment.last_used <= segment.moved_down[0]

@@ -35,6 +35,7 @@ class Segment:
         last_used: logical time of the last touch of this run or, once they are gone, of its children.
         hit_end: depth up to which its blocks were found by a request after the one that brought them here.
         priority: the highest of the requests that used it, as far as is known; None stands for 0.
+        moved_down: its place in the lower segment of `slru`, if it was moved there; outdated by a later use.
         queued: the eviction policy has an entry for it.
         filed_priority: the priority that this entry is filed under.
         holed: of the host pool: its ranges may have holes.
@@ -52,6 +53,7 @@ class Segment:
         "locked",
         "locked_children",
         "locks",
+        "moved_down",
         "priority",
         "protected",
         "queued",
@@ -73,6 +75,7 @@ class Segment:
         self.last_used = last_used
         self.hit_end = 0
         self.priority: int | None = None
+        self.moved_down: tuple[int, int] | None = None
         self.queued = False
         self.filed_priority = 0
         self.holed = False
@@ -89,6 +92,7 @@ class Segment:
         front.resident_children = 1
         front.holed = self.holed
         front.hit_end, front.priority = min(self.hit_end, head.end), self.priority
+        front.moved_down = self.moved_down
         front.backed, self.backed = min(self.backed, offset), max(self.backed - offset, 0)
         self.length -= offset
         if self.locks:

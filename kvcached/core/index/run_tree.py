@@ -228,7 +228,7 @@ class RunTree:
                 break
             segment.protected = after
             changed += after - before
-            if after < before and not segment.resident_children:
+            if segment.queued or (after < before and not segment.resident_children):
                 self.policies[pool].add(segment)
             if after and before:
                 break
@@ -319,22 +319,24 @@ class RunTree:
                 head.segments[pool], run.segments[pool] = segment, None
             else:
                 segment.above = head.segments[pool] = segment.split(head, offset)
+                if segment.queued:
+                    self.policies[pool].add(segment)
         return head
 
     # --- shrinking --------------------------------------------------------------------------------------------------
 
     def trim_tail(self, segment: Segment, most: int, wanted: int, pool: int, *, slack: int) -> Ranges[int]:
-        """Take up to `wanted` of a victim's last `most` blocks out of the pool, and file what is left of it again."""
+        """Take up to `wanted` of a victim's last `most` blocks out of the pool."""
         count = most
         if count > wanted:
             count = min(count, whole_tail(segment.ranges, wanted, most=wanted + slack))
-        freed = self.trim(segment, count, pool)
-        if segment.length > segment.protected:
-            self.policies[pool].add(segment)
-        return freed
+        return self.trim(segment, count, pool)
 
     def trim(self, segment: Segment, count: int, pool: int) -> Ranges[int]:
-        """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now."""
+        """Take the last `count` blocks of a childless segment out of the pool; forget keys that nobody holds now.
+
+        What is left of it is filed again.
+        """
         run, above = segment.run, segment.above
         if above is None or segment.resident_children or count > segment.length - segment.protected:
             raise RuntimeError(f"{count} blocks of run [{run.start}, {run.end}) are not a free tail")
@@ -342,6 +344,8 @@ class RunTree:
             freed = pop_tail(segment.ranges, count)
             segment.length -= count
             segment.backed = min(segment.backed, segment.length)
+            if segment.length > segment.protected or segment.queued:
+                self.policies[pool].add(segment)
         else:
             freed = segment.ranges
             segment.length = 0

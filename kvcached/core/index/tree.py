@@ -105,8 +105,6 @@ class PrefixTree(HostTree):
                     size = min(size, whole_tail(segment.ranges, left, most=left + slack))
                 freed.extend(self.trim(segment, size, pool))
                 done += size
-                if segment.length > segment.protected:
-                    policy.add(segment)
                 if self.host is not None:
                     self._count_dropped(segment, size)
         finally:  # what has left the tree is free, whatever a policy did
