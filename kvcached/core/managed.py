@@ -183,7 +183,7 @@ class Managed:
         ranges = no_ranges()
         tree.lock(run, depth, pool.index)
         try:
-            tree.touch(run, pool.index, hit=depth, priority=priority)
+            tree.touch(run, depth, pool.index, is_hit=True, priority=priority)
             ranges = self._take(session, need, cause)
             lease = ManagedLease(
                 self.sessions.next_lease(), request, asked, depth, run, depth, ranges, priority=priority, tenant=tenant
@@ -276,7 +276,7 @@ class Managed:
         depth = lease.depth + count
         tree.lock(run, depth, pool.index)
         tree.unlock(tree.resolve(held, lease.depth), lease.depth, pool.index)
-        tree.touch(run, pool.index, priority=lease.priority)
+        tree.touch(run, depth, pool.index, priority=lease.priority)
         scratch, adopted = cut(slots, duplicates) if duplicates else (no_ranges(), slots)
         pool.move(adopted, SlotState.LEASED, SlotState.CACHED, f"commit by lease {lease.id}")
         stores = bool(adopted) and session.writes_through and tree.write_policy is WritePolicy.WRITE_THROUGH
@@ -383,7 +383,7 @@ class Managed:
         self._worker_copies.stores.note_hit(session, lease.run, lease.depth)
         self._worker_copies.loads.join(session, lease)
         self._worker_copies.loads.start(session, lease, keys, limit)
-        session.tree.touch_host(lease.run, hit=lease.depth, priority=lease.priority)
+        session.tree.touch_host(lease.run, lease.depth, is_hit=True, priority=lease.priority)
         session.tree.belong(lease.run, lease.tenant)
         lease.promise(lease.depth)
         if session.tree.listener is not None:

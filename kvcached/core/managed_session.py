@@ -290,7 +290,7 @@ class ManagedSession(Session):
 
     def _unlock(self, run: Run, depth: int) -> None:
         owner = self.tree.resolve(run, depth)
-        self.tree.touch(owner, self.pool.index)
+        self.tree.touch(owner, depth, self.pool.index)
         self.tree.unlock(owner, depth, self.pool.index)
 
     def _strip(self, target: SlotState, cause: str, cut_off: CutOff) -> Ranges[int]:

@@ -200,7 +200,7 @@ class Offload:
         tree.lock(run, depth, HOST)
         if self._locks.waiting:
             self._locks.acquired(session.id, keys, limit)
-        tree.touch(run, HOST, hit=depth, priority=priority)
+        tree.touch(run, depth, HOST, is_hit=True, priority=priority)
         tree.belong(run, tenant)
         if tree.listener is not None:
             tree.listener.sighted(tree, run, depth)
@@ -344,7 +344,7 @@ class Offload:
     def _release(self, session: OffloadSession, lease: OffloadLease) -> None:
         session.leases.remove(lease)
         run = lease.tree.resolve(lease.run, lease.depth)
-        lease.tree.touch(run, HOST, priority=lease.priority)
+        lease.tree.touch(run, lease.depth, HOST, priority=lease.priority)
         lease.tree.unlock_host(run, lease.depth)
         lease.tree.drop_lost(run)
 

@@ -93,8 +93,8 @@ class LeastRecentlyUsed:
         return None
 
     def most(self, segment: Segment) -> int:
-        """All of them: they were used at one time, as far as is known."""
-        return segment.evictable_tail
+        """Those that were used at one time, as far as is known."""
+        return segment.last_part
 
     def touch(self, segment: Segment) -> None:
         """Move its entry to the end, if it has one."""

@@ -60,9 +60,11 @@ class SegmentedLeastRecentlyUsed:
         half = _UPPER if is_hit(segment) and not _is_moved_down(segment) else _LOWER
         if place is not None and (place.half, place.stamp) == (half, segment.last_used):
             self._blocks[half] += blocks - place.blocks
-            self._places[segment] = place._replace(blocks=blocks)
+            self._places[segment] = _Place(half, place.number, place.stamp, blocks)
         else:
-            self.remove(segment)
+            if place is not None:
+                self._unfile(segment, place)
+                self._sweep()
             self._file(segment, half)
         self._move_down()
 
@@ -84,8 +86,8 @@ class SegmentedLeastRecentlyUsed:
 
     def most(self, segment: Segment) -> int:
         """Of a tail whose last blocks nobody has hit, those only: what lies before them is worth more."""
-        first = max(segment.protected, min(segment.hit_end - segment.run.start, segment.length))
-        return segment.length - first if first < segment.length else segment.evictable_tail
+        first = max(segment.protected, segment.hit_end - segment.run.start)
+        return min(segment.length - first, segment.last_part) if first < segment.length else segment.last_part
 
     def touch(self, segment: Segment) -> None:
         """File it anew, if it is filed: it is the newest, and may have been hit."""

@@ -165,11 +165,11 @@ class HostTree(RunTree):
         slots = section(host.ranges, segment.length - count, segment.length)
         return count if all(self._host.holds(*each, SlotState.CACHED) for each in pairs(slots)) else 0
 
-    def touch_host(self, run: Run, *, hit: int = 0, priority: int | None = None) -> None:
+    def touch_host(self, run: Run, depth: int, *, is_hit: bool = False, priority: int | None = None) -> None:
         """The path was used now: as `touch`, for the deepest part of it that the host pool covers."""
-        while run.segments[HOST] is None and run.parent is not None:
+        while run.parent is not None and (depth <= run.start or run.segments[HOST] is None):
             run = run.parent
-        self.touch(run, HOST, hit=hit, priority=priority)
+        self.touch(run, depth, HOST, is_hit=is_hit, priority=priority)
 
     def unlock_host(self, run: Run, depth: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
         """Take back a lock of the host's part of the path ``[0, depth)``.
@@ -357,7 +357,7 @@ class HostTree(RunTree):
             self.tenants.count(run.tenant, slot_count(without_holes(slots)) - before)
         if segment.length == first:
             append(segment.ranges, slots)
-            segment.length, segment.holed = last, segment.holed or has_holes(slots)
+            segment.grow(last - first, is_holed=has_holes(slots))
             return
         ranges = section(segment.ranges, 0, first)
         append(ranges, slots)
@@ -384,7 +384,7 @@ class HostTree(RunTree):
             wanted = length if each is run else each.length
             if segment.length < wanted:
                 append(segment.ranges, hole(wanted - segment.length))
-                segment.length, segment.holed = wanted, True
+                segment.grow(wanted - segment.length, is_holed=True)
         return resident(run, HOST)
 
     def _resident_below(self, run: Run, pool: int) -> list[Run]:

@@ -14,6 +14,7 @@ ends a segment, unless something below it is held.
 
 from __future__ import annotations
 
+from kvcached.core.index.part_uses import PartUse, higher, in_order
 from kvcached.core.slots.ranges import Ranges, cut
 
 KEY_SIZE = 16
@@ -32,9 +33,10 @@ class Segment:
         protected: leading blocks that eviction cannot have, because of locks here or below.
         locked_children: child segments with something protected.
         resident_children: child segments of the same pool.
-        last_used: logical time of the last touch of this run or, once they are gone, of its children.
+        last_used: logical time of the last use of its last block or, once they are gone, of its children.
         hit_end: depth up to which its blocks were found by a request after the one that brought them here.
-        priority: the highest of the requests that used it, as far as is known; None stands for 0.
+        priority: the highest of the requests that used its last block, as far as is known; None stands for 0.
+        part_uses: later or more important uses of less than all of its blocks, the longest first.
         moved_down: its place in the lower segment of `slru`, if it was moved there; outdated by a later use.
         queued: the eviction policy has an entry for it.
         filed_priority: the priority that this entry is filed under.
@@ -54,6 +56,7 @@ class Segment:
         "locked_children",
         "locks",
         "moved_down",
+        "part_uses",
         "priority",
         "protected",
         "queued",
@@ -75,6 +78,7 @@ class Segment:
         self.last_used = last_used
         self.hit_end = 0
         self.priority: int | None = None
+        self.part_uses: tuple[PartUse, ...] = ()
         self.moved_down: tuple[int, int] | None = None
         self.queued = False
         self.filed_priority = 0
@@ -85,6 +89,47 @@ class Segment:
         """So many leading blocks need not be written to storage any more."""
         self.backed = blocks
 
+    def use(self, end: int, stamp: int, priority: int | None) -> bool:
+        """Its blocks up to the depth `end` were used; says whether that is all of them."""
+        if end < self.run.start + self.length:
+            self._use_part(end, stamp, priority)
+            return False
+        self.last_used = max(self.last_used, stamp)
+        if priority is not None and (self.priority is None or priority > self.priority):
+            self.priority = priority
+        if self.part_uses:
+            self.part_uses = in_order(self.part_uses, self.last_used, self.priority)
+        return True
+
+    def _use_part(self, end: int, stamp: int, priority: int | None) -> None:
+        uses, known = self.part_uses, self.priority
+        if uses and uses[-1].end == end:  # the same request most often, which is over now
+            stamp, known, uses = max(stamp, uses[-1].last_used), uses[-1].priority, uses[:-1]
+        use = PartUse(end, stamp, higher(known, priority))
+        is_only = not uses and stamp > self.last_used
+        self.part_uses = (use,) if is_only else in_order((*uses, use), self.last_used, self.priority)
+
+    def grow(self, count: int, *, is_holed: bool = False) -> None:
+        """Blocks join its end, some of them holes if `is_holed`. Their priority is that of their own requests.
+
+        It is not worth remembering that what was there has priority 0: then what joins it has no lower one.
+        """
+        if self.priority:
+            uses = (*self.part_uses, PartUse(self.run.start + self.length, self.last_used, self.priority))
+            self.priority = None
+            self.part_uses = in_order(uses, self.last_used, None)
+        self.length += count
+        self.holed = self.holed or is_holed
+
+    def end_part_uses(self) -> None:
+        """It was cut: uses that reach its end now are uses of all of it."""
+        if not self.part_uses:
+            return
+        end, uses = self.run.start + self.length, self.part_uses
+        self.part_uses = tuple(use for use in uses if use.end < end)
+        for use in uses[: len(uses) - len(self.part_uses)]:
+            self.use(end, use.last_used, use.priority)
+
     def split(self, head: Run, offset: int) -> Segment:
         """The new segment of a split run's first `offset` blocks; this one keeps the rest and its deeper locks."""
         ranges, self.ranges = cut(self.ranges, offset)
@@ -93,6 +138,10 @@ class Segment:
         front.holed = self.holed
         front.hit_end, front.priority = min(self.hit_end, head.end), self.priority
         front.moved_down = self.moved_down
+        if self.part_uses:
+            front.part_uses = self.part_uses
+            front.end_part_uses()
+            self.part_uses = tuple(use for use in self.part_uses if use.end > head.end)
         front.backed, self.backed = min(self.backed, offset), max(self.backed - offset, 0)
         self.length -= offset
         if self.locks:
@@ -110,6 +159,17 @@ class Segment:
     def evictable_tail(self) -> int:
         """Blocks that can be trimmed right now: none while a continuation is resident below."""
         return 0 if self.resident_children else self.length - self.protected
+
+    @property
+    def last_part(self) -> int:
+        """Blocks of that tail with one last use and priority; what lies before them was used later, or matters more."""
+        tail = self.evictable_tail
+        return min(tail, self.run.start + self.length - self.part_uses[0].end) if self.part_uses else tail
+
+    @property
+    def latest_use(self) -> int:
+        """The last use of its first block."""
+        return max(self.last_used, self.part_uses[-1].last_used) if self.part_uses else self.last_used
 
 
 class Run:

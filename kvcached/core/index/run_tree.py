@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
+from kvcached.core.index.part_uses import PartUse
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, places_of, pop_tail, section, whole_tail
 from kvcached.core.slots.slots import SlotPool
@@ -195,25 +196,23 @@ class RunTree:
             segment.locked = max(locks, default=0)
             self._reprotect(segment, pool)
 
-    def touch(self, run: Run, pool: int, *, hit: int = 0, priority: int | None = None) -> None:
-        """The path down to `run` was used now. Its ancestors learn of it when they become tails themselves.
+    def touch(self, run: Run, depth: int, pool: int, *, is_hit: bool = False, priority: int | None = None) -> None:
+        """The path ``[0, depth)`` to `run` was used now. The runs above learn of it when they become tails themselves.
 
-        `hit` is the depth up to which a request has found it, 0 where none looked for it; `priority` is the request's.
+        `is_hit` says that a request has found it; `priority` is the request's.
         """
         owner, segment = self.members[pool], resident(run, pool)
         owner.clock += 1
-        segment.last_used = owner.clock
-        if hit > segment.hit_end:
-            segment.hit_end = min(hit, run.start + segment.length)
-        if priority is not None and (segment.priority is None or priority > segment.priority):
-            segment.priority = priority
-        if segment.queued:
+        if is_hit and depth > segment.hit_end:
+            segment.hit_end = min(depth, run.start + segment.length)
+        if segment.use(depth, owner.clock, priority) and segment.queued:
             self.policies[pool].touch(segment)
 
     def share_priority(self, run: Run, source: int, target: int) -> None:
         """A run is in two pools: in `target`, where it is locked or about to be, it gets no less priority."""
-        segment = resident(run, target)
-        segment.priority = _higher(segment.priority, resident(run, source).priority)
+        known, segment = resident(run, source), resident(run, target)
+        for use in (PartUse(run.start + known.length, 0, known.priority), *known.part_uses):
+            segment.use(use.end, segment.last_used, use.priority)
 
     def _reprotect(self, segment: Segment, pool: int) -> None:
         """Carry a change of locks up, as far as it changes anything."""
@@ -286,8 +285,8 @@ class RunTree:
         segment = run.segments[pool]
         if segment is not None:
             append(segment.ranges, slots)
-            segment.length += count
             segment.last_used = owner.clock
+            segment.grow(count)
             return
         above = run.parent.segments[pool] if run.parent is not None else None
         if above is None:
@@ -344,18 +343,18 @@ class RunTree:
             freed = pop_tail(segment.ranges, count)
             segment.length -= count
             segment.backed = min(segment.backed, segment.length)
+            segment.end_part_uses()
             if segment.length > segment.protected or segment.queued:
                 self.policies[pool].add(segment)
         else:
             freed = segment.ranges
             segment.length = 0
+            segment.end_part_uses()
             run.segments[pool] = None
             if segment.queued:
                 self.policies[pool].remove(segment)
             above.resident_children -= 1
-            above.last_used = max(above.last_used, segment.last_used)
-            if segment.priority is not None:
-                above.priority = _higher(above.priority, segment.priority)
+            above.use(run.start, segment.last_used, segment.priority)
             if segment.hit_end > run.start:
                 above.hit_end = run.start
             if not above.resident_children and above.length > above.protected:
@@ -397,8 +396,3 @@ def resident(run: Run, pool: int) -> Segment:
     if segment is None:
         raise RuntimeError(f"run [{run.start}, {run.end}) is not resident in pool {pool}")
     return segment
-
-
-def _higher(one: int | None, other: int | None) -> int | None:
-    """The higher of two priorities; None is none."""
-    return other if one is None else one if other is None else max(one, other)

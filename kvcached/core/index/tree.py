@@ -204,7 +204,7 @@ def _losses(runs: list[Run], size: int) -> tuple[dict[int, int], set[int]]:
         segment = run.segments[HOST]
         if segment is not None and run.parent is not None:
             used[run] = latest = max(segment.last_used, used.get(run, 0))
-            used[run.parent] = max(latest, used.get(run.parent, 0))
+            used[run.parent] = max(latest, segment.latest_use, used.get(run.parent, 0))
     oldest = min((used[run] for run in runs), default=0)
     below: dict[Run, int] = {}
     losses: dict[int, int] = {}
@@ -213,13 +213,24 @@ def _losses(runs: list[Run], size: int) -> tuple[dict[int, int], set[int]]:
         segment = run.segments[HOST]
         if segment is None or run.parent is None:
             continue
-        worth, deeper = used[run] - oldest + 1, below.pop(run, 0)
-        below[run.parent] = below.get(run.parent, 0) + segment.length * worth + deeper
+        deeper = below.pop(run, 0)
+        below[run.parent] = below.get(run.parent, 0) + _loss(segment, 0, used[run], oldest) + deeper
         for slab, position in _first_positions(segment.ranges, size).items():
-            losses[slab] = losses.get(slab, 0) + (segment.length - position) * worth + deeper
+            losses[slab] = losses.get(slab, 0) + _loss(segment, position, used[run], oldest) + deeper
             if position < segment.protected:
                 held.add(slab)
     return losses, held
+
+
+def _loss(segment: Segment, position: int, used: int, oldest: int) -> int:
+    """How recently the blocks of a segment from a position on were used, in all; the last of them at `used`."""
+    loss = (segment.length - position) * (used - oldest + 1)
+    for use in segment.part_uses:
+        blocks = use.end - segment.run.start - position
+        if blocks > 0 and use.last_used > used:
+            loss += blocks * (use.last_used - used)
+            used = use.last_used
+    return loss
 
 
 def _first_positions(ranges: Ranges[int], size: int) -> dict[int, int]:

@@ -16,6 +16,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.tree import PrefixTree
+from kvcached.core.insight.evictable import misjudged
 from kvcached.core.insight.findable import misinformed
 from kvcached.core.lease import FenceHold, Lease
 from kvcached.core.managed_session import ManagedSession
@@ -79,7 +80,7 @@ def _violations(cache: Cache) -> Iterator[str]:
             yield from _path_locks(
                 tree, runs, pool, pool.index, [*leases, *holds, *_ends(held), *cache.pins.held(tree, pool)]
             )
-            yield from _candidates(runs, pool, pool.index)
+            yield from misjudged(runs, pool, pool.index)
         yield from misinformed(cache, tree, runs)
         if tree.host is not None:
             copies = [each for each in cache.offload.transfers if each.tree is tree]
@@ -95,7 +96,7 @@ def _violations(cache: Cache) -> Iterator[str]:
             yield from _prefix_locks(cache, tree)
             locked: list[_Holder] = [*cache.pins.held(tree, None), *cache.storage.locks.held(tree)]
             yield from _path_locks(tree, runs, tree.host, HOST, [*copying, *counting, *locked])
-            yield from _candidates(runs, tree.host, HOST)
+            yield from misjudged(runs, tree.host, HOST)
             yield from _copies(runs)
             yield from _tenants(tree, runs)
 
@@ -361,14 +362,6 @@ def _path_locks(
                 yield f"{_name(run)} in pool {pool.name}: {wrong}"
     if protected != pool.protected:
         yield f"pool {pool.name}: {protected} blocks protected, the count says {pool.protected}"
-
-
-def _candidates(runs: list[Run], pool: SlotPool, index: int) -> Iterator[str]:
-    """Every evictable tail is known to the policy; else its slots would never come back."""
-    for run in runs:
-        segment = run.segments[index]
-        if segment is not None and segment.evictable_tail and not segment.queued:
-            yield f"{_name(run)} in pool {pool.name}: an evictable tail that no policy knows"
 
 
 def _tenants(tree: PrefixTree, runs: list[Run]) -> Iterator[str]:

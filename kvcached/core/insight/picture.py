@@ -159,7 +159,7 @@ def _idle_of(tree: PrefixTree, run: Run) -> int:
     """Touches of a pool since that of this run, in the pool that has touched it last."""
     return min(
         (
-            pool.clock - segment.last_used
+            pool.clock - segment.latest_use
             for pool, segment in zip(tree.members, run.segments, strict=True)
             if segment is not None
         ),

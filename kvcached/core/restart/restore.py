@@ -359,7 +359,7 @@ def _grow_device(tree: PrefixTree, pool: DevicePool, found: StoredBlocks, runs: 
         ends.append((grown.run, depth + end - first))
     for number in runs.by_age(found.ages).tolist():
         run = tree.resolve(*ends[1 + number])
-        tree.touch(run, pool.index)
+        tree.touch(run, run.end, pool.index)
         segment = resident(run, pool.index)
         if not segment.resident_children:
             tree.policies[pool.index].add(segment)

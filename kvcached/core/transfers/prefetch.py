@@ -383,7 +383,7 @@ def _insert(chain: Chain, start: int, ranges: Ranges[int]) -> int:
     append(left, section(ranges, at - start, count))
     host.move(left, SlotState.FILLING, SlotState.FREE, "stored meanwhile")
     mark_backed(tree, run, start, end)
-    tree.touch(tree.resolve(run, end), HOST)
+    tree.touch(tree.resolve(run, end), end, HOST)
     tree.unlock_host(run, end)
     tree.drop_lost(run)
     return taken
