@@ -234,7 +234,7 @@ def _known_prompts_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 MISTAKES = [
     Mistake("pool given away", _pool_given_away, (7, 4)),
-    Mistake("quarantine skipped", _quarantine_skipped, (28, 65)),
+    Mistake("quarantine skipped", _quarantine_skipped, (80, 88)),
     Mistake("retry executed twice", _retry_executed_twice, (1, 0)),
     Mistake("one shard counts for all", _one_shard_counts_for_all, (1,)),
     Mistake("one shard of an engine counts for all", _one_offload_shard_counts_for_all, (0, 2)),
