@@ -1,9 +1,8 @@
 """One shard process of an engine in offload mode: it copies blocks between its tensors and the daemon's host pool.
 
 The scheduler asks the daemon what to copy where (`OffloadClient`) and sends each shard a `BlockJob`. Each shard reports
-to the daemon when it is done; until every shard has reported, nobody else gets the slots. A store waits for the reply,
-for until then nobody finds the blocks. A load does not: the blocks' headers, read before and after the copy, prove what
-has arrived, whatever the daemon knows.
+to the daemon when it is done; until every shard has reported, nobody else gets the slots. A store waits for the reply:
+until then nobody finds the blocks. A load does not: the headers, read before and after the copy, prove what came.
 
 Kernels on a CUDA device write and read blocks some time after they were launched. So a copy is ordered after a mark:
 the thread that launches kernels marks its stream, and the device begins the copy when it has reached the mark. The host
@@ -45,7 +44,7 @@ from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, LEASES_PER_MESSAG
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.run_dir import rpc_endpoint
-from kvcached_client.transport.steps import BatchedCall, PostedCalls, Steps, complete
+from kvcached_client.transport.steps import BatchedCall, PostedCalls, Steps
 from kvcached_client.types import TransferId, Verify
 
 if TYPE_CHECKING:
@@ -219,18 +218,17 @@ class OffloadShard:
                 self._report_failure("store", jobs, error)
                 raise
             failpoint("offload.store.written")
-            complete(self._reporting(self._done("store", jobs)))
+            self._settle(self._done("store", jobs))
 
     def load(self, job: BlockJob, *, after: Mark | None = None) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
 
-        When it returns, the blocks are there, for every kernel that is launched from then on. The report has been sent;
-        its reply is not awaited: a report that the daemon refuses, or does not hear, is logged by a later call.
+        When it returns, the blocks are there, for every kernel that is launched from then on. It does not wait for the
+        reply to the report: that the daemon refuses it, or hangs, is logged by a later call.
 
         Args:
             job: blocks to copy.
-            after: for tensors on a CUDA device, a mark behind the kernels that still read or write what the blocks held
-                before.
+            after: for tensors on a CUDA device, a mark behind the kernels that still read or write the blocks.
 
         Returns:
             The blocks that differ from what was stored, counted from 0 in the order of the job; empty if all are good.
@@ -299,7 +297,7 @@ class OffloadShard:
         depths = [depth for span in job.spans for depth in range(span.depth, span.depth + len(span.blocks))]
         failpoint("offload.load.copied")
         indices = np.array([depths[index] - job.start for index in bad], "<i4")
-        report = self._reporting(self._done("load", (job,)), (indices.tobytes(),) if bad else ())
+        report = self._telling_of_load(self._done("load", (job,)), (indices.tobytes(),) if bad else ())
         self._reports.add(BatchedCall(report))
         self._reports.collect(self._channel.has_come)
         return bad
@@ -329,14 +327,19 @@ class OffloadShard:
             more=tuple(job.transfer for job in jobs[1:]),
         )
 
-    def _reporting(self, request: TransferDone, frames: Sequence[bytes] = ()) -> Steps[None]:
+    def _settle(self, request: TransferDone) -> None:
         """Send a report; if no reply came, repeat it with the same id: the daemon counts it once."""
+        try:
+            self._channel.ask(request, Settled)
+        except DeadlineExceeded:
+            self._channel.ask(request, Settled)
+
+    def _telling_of_load(self, request: TransferDone, frames: Sequence[bytes]) -> Steps[None]:
+        """Send a report, and take its reply later. A daemon that hangs reads the report when it goes on."""
         self._channel.send(request, frames)
         yield request
         try:
             self._channel.receive(request, Settled)
-        except DeadlineExceeded:
-            self._channel.ask(request, Settled, frames)
         except Stale as error:
             self._over = error.with_traceback(None)
             raise
@@ -344,7 +347,7 @@ class OffloadShard:
     def _report_failure(self, kind: CopyKind, jobs: Sequence[BlockJob], error: BaseException) -> None:
         """Report that copies failed. If that fails as well, add a note to the error, which the caller gets."""
         try:
-            complete(self._reporting(self._done(kind, jobs, error=_words(error))))
+            self._settle(self._done(kind, jobs, error=_words(error)))
         except KvcachedError as untold:
             error.add_note(f"the failure could not be reported to the daemon: {untold}")
 

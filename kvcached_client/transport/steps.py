@@ -96,6 +96,7 @@ class PostedCalls:
     def __init__(self) -> None:
         self._calls: deque[BatchedCall[None]] = deque()
         self._error: BaseException | None = None  #: the first that nobody was told of
+        self._why = ""  #: the last one failed for; told once of many in a row, as while the daemon hangs
         self._is_collecting = False
 
     def add(self, call: BatchedCall[None]) -> None:
@@ -140,6 +141,9 @@ class PostedCalls:
         self._note(call)
 
     def _note(self, call: BatchedCall[None]) -> None:
-        if (error := call.wait()) is not None:
-            _log.warning("a call that nobody waits for failed: %s", error)
-            self._error = self._error or error
+        error = call.wait()
+        why = "" if error is None else str(error)
+        if why not in {"", self._why}:
+            _log.warning("a call that nobody waits for failed: %s", why)
+        self._why = why
+        self._error = self._error or error
