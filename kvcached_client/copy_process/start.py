@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 from kvcached_client.copy_process.messages import MessageStream
 from kvcached_client.errors import DeviceError
 
 MODULE: Final = "kvcached_client.copy_process"
+_STDERR: Final = 2
 _SAID_BYTES_MAX: Final = 16 * 1024
 #: A process that is not dead so long after SIGKILL is told of.
 _KILL_S_MAX: Final = 5.0
@@ -50,25 +52,24 @@ def started(descriptors: Sequence[int]) -> Started:
     Raises:
         OSError: it cannot be started.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    said = os.memfd_create("kvcached-copies-say", os.MFD_CLOEXEC)
-    errors = _errors()
-    with theirs:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, *map(str, (theirs.fileno(), os.getpid(), errors))],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-                pass_fds=(theirs.fileno(), errors, *descriptors),
-                start_new_session=True,  # Ctrl-C at the terminal is for the engine
-            )
-        except BaseException:
-            ours.close()
-            os.close(said)
-            raise
-        finally:
-            os.close(errors)
+    with ExitStack() as until_started, ExitStack() as until_failed:
+        _fill_standard(until_started)
+        errors = os.dup(_STDERR)  # of nothing, where this process has none
+        until_started.callback(os.close, errors)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        until_failed.enter_context(ours)
+        until_started.enter_context(theirs)
+        said = os.memfd_create("kvcached-copies-say", os.MFD_CLOEXEC)
+        until_failed.callback(os.close, said)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, *map(str, (theirs.fileno(), os.getpid(), errors))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            pass_fds=(theirs.fileno(), errors, *descriptors),
+            start_new_session=True,  # Ctrl-C at the terminal is for the engine
+        )
+        until_failed.pop_all()
     return Started(process, MessageStream(ours), said)
 
 
@@ -92,9 +93,13 @@ def unjoined(process: subprocess.Popen[bytes], ending: str, last_words: str) -> 
     return ChildProcessError(f"{ending}, and had not joined: {reason}{f' ({fix})' if last_words else ''}")
 
 
-def _errors() -> int:
-    """A descriptor of this process's stderr, or of nothing where it has none."""
-    try:
-        return os.dup(2)
-    except OSError:
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+def _fill_standard(until_started: ExitStack) -> None:
+    """Open /dev/null in place of stdin, stdout and stderr where this process has closed them.
+
+    Otherwise the connection would take such a place, and what is meant for stderr would be written into it.
+    """
+    while True:
+        descriptor = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        until_started.callback(os.close, descriptor)
+        if descriptor > _STDERR:
+            return
