@@ -6,6 +6,7 @@ They import what they need when they run, so that the quick ones stay quick.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -87,8 +88,10 @@ def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> 
     """Check a configuration against this machine, and print the effective settings. Starts nothing."""
     from kvcached.config.machine import check_machine
     from kvcached.config.report import as_toml, effective, figures_of
+    from kvcached.recovery.supervise import RESTART_VARIABLE
 
-    config = _load(config_path, options, lambda config: check_machine(config, is_trial=True))
+    is_trial = RESTART_VARIABLE not in os.environ  # otherwise `supervise` asks, and starts a daemon next
+    config = _load(config_path, options, lambda config: check_machine(config, is_trial=is_trial))
     figures = [asdict(figures) for figures in figures_of(config)]
     if as_json:
         print_json({"config": effective(config), "figures": figures})

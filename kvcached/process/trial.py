@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 _SAID_BYTES_MAX: Final = 16 * 1024
@@ -15,15 +15,24 @@ _WRONG: Final = 2
 class Trial:
     """One run of a command, from its start on.
 
+    Args:
+        command: the command.
+        environment: what is in its environment, beside this process's own.
+
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._said = os.memfd_create("said")
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._said, process_group=0
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
+                env={**os.environ, **environment},
+                process_group=0,
             )
         except OSError:
             os.close(self._said)

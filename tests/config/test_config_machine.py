@@ -17,6 +17,7 @@ from kvcached.config.machine import check_machine
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached.process import user_names
+from kvcached.recovery.supervise import RESTART_VARIABLE
 from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.protocol.key_files import write_key_file
 from kvcached_client.transport.run_dir import LOCK_NAME
@@ -237,6 +238,23 @@ def test_memory_that_is_taken_now_is_refused_in_a_trial_unless_it_is_the_daemons
         assert problems(tmp_path, HOST) == []
     finally:
         os.close(lock)
+
+
+def test_memory_of_a_daemon_that_is_to_be_restarted_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check at SIGHUP, which may be with another run directory, looks only at what the machine has in all."""
+    path = tmp_path / "kvcached.toml"
+    monkeypatch.setattr(config_machine, "memory_bounds", lambda: [MemoryBound(8 << 20, 1 << 20, "/proc/meminfo")])
+
+    def exit_code(text: str, *variables: str) -> int:
+        path.write_text(text)
+        command = ["check-config", "--config", str(path), "--run-dir", str(tmp_path / "new")]
+        return CliRunner(env=dict.fromkeys(variables, "1")).invoke(main, command).exit_code
+
+    assert exit_code(HOST) == 2
+    assert exit_code(HOST, RESTART_VARIABLE) == 0
+    assert exit_code(HOST.replace("8MiB", "9MiB"), RESTART_VARIABLE) == 2
 
 
 @pytest.mark.parametrize("command", ["serve", "check-config"])

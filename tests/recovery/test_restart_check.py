@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvcached.recovery.supervise import RESTART_VARIABLE
 from kvcached_client import Admin
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
@@ -36,6 +37,20 @@ def test_daemon_is_not_stopped_for_a_configuration_that_is_wrong(
 
         assert it.event() == {"event": "stopping", "pid": first["pid"], "signal": "SIGTERM"}
         assert it.ready()["before"] == [str(first["pid"])]
+
+
+def test_check_is_told_that_the_daemon_is_to_be_restarted(
+    supervised: Callable[..., Any],  # noqa: F811 - the fixture
+) -> None:
+    """The check knows that memory which the daemon has is the next one's; the daemon's environment is as before."""
+    with supervised(check=["printenv", RESTART_VARIABLE]) as it:
+        first = it.ready()
+        it.send(signal.SIGHUP)
+        assert it.event()["event"] == "stopping"
+        second = it.ready()
+        environment = Path(f"/proc/{second['pid']}/environ").read_bytes()
+    assert second["before"] == [str(first["pid"])]
+    assert RESTART_VARIABLE.encode() not in environment
 
 
 @pytest.mark.parametrize(
