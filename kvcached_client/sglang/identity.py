@@ -17,6 +17,8 @@ from typing import Any, Final, TypeAlias
 
 from kvcached_client.vllm.identity import CONFIG_IGNORED, MADE_UP, has_scaled_rope
 
+#: SGLang is untyped here.
+SglangObject: TypeAlias = Any
 #: (path or name of a model, revision, download directory) -> name and digest of each file; none without weights.
 Content: TypeAlias = Callable[[str, str | None, str | None], list[list[str]]]
 
@@ -197,3 +199,25 @@ def pool_keyspace(keyspace: bytes, name: str, rank: int) -> bytes:
     """The keyspace of a pool beside keys and values: 32 bytes that name the model's part, the pool, and a rank."""
     text = json.dumps([keyspace.hex(), name, rank])
     return hashlib.blake2b(text.encode(), digest_size=32, person=_PERSON).digest()
+
+
+def ranks_of(config: SglangObject) -> int:
+    """How many processes hold a part of the model each."""
+    return int(config.tp_size * config.pp_size * config.attn_cp_size)
+
+
+def adapters_of(settings: SglangObject) -> list[tuple[str, str]]:
+    """Name and path of each adapter. If adapters are switched off, SGLang leaves them as they are written, unused."""
+    return [(each.lora_name, each.lora_path) for each in settings.lora_paths or ()] if settings.enable_lora else []
+
+
+def part_label_of(config: SglangObject) -> str:
+    """Which of the tensor-parallel parts this process holds, for people."""
+    whole = f"tp{config.tp_size}"
+    return whole if config.tp_size == 1 or config.is_mla_model else f"{whole} rank {config.tp_rank}"
+
+
+def part_of(config: SglangObject) -> list[object]:
+    """Which part of all layers and heads this process holds."""
+    context = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
+    return [*context, *([] if config.is_mla_model else [config.tp_rank, config.tp_size])]

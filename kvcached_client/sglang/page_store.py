@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Final, NamedTuple
 
 from kvcached_client.engines.one_process import FETCH_MS, OneProcessEngine, OneProcessSession
+from kvcached_client.errors import ErrorCode, Refused
 from kvcached_client.offload import PreparedStore
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX
 from kvcached_client.types import KEY_SIZE_BYTES
@@ -209,12 +210,25 @@ class PageStore:
         )
 
     def clear(self) -> bool:
-        """Have no engine find what is stored now; False if the daemon cannot be told."""
+        """Have no engine find what is stored now; False if the daemon cannot be told at present.
+
+        Raises:
+            Refused: this engine may not clear, whenever it asks, as one that may only read.
+        """
+        refusal = None
         with self._copier.guarded() as session:
             if session is not None:
-                with session.turn:
-                    session.client.clear()
-                return True
+                try:
+                    with session.turn:
+                        session.client.clear()
+                except Refused as error:
+                    if error.code is not ErrorCode.FORBIDDEN:
+                        raise  # too many requests, for example: for now only
+                    refusal = error
+                else:
+                    return True
+        if refusal is not None:
+            raise refusal
         return False
 
 

@@ -64,7 +64,7 @@ class SidePools:
         self._pools[name] = pool
 
     def clear(self) -> bool:
-        """Have no engine find what is stored; False if the daemon cannot be told."""
+        """Have no engine find what is stored; as `PageStore.clear`."""
         told = [pool.pages.clear() for pool in self._pools.values()]
         return all(told)
 

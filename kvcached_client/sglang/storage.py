@@ -13,7 +13,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.srt.runtime_context import get_context, process_model_config
@@ -21,16 +21,23 @@ from sglang.srt.runtime_context import get_context, process_model_config
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, Silence
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.sglang import hooks
+from kvcached_client.sglang.clears import OwedClears, Pools
 from kvcached_client.sglang.computation import computed_with
 from kvcached_client.sglang.glance import Glance
 from kvcached_client.sglang.host_pages import SERVED_POOLS, SIDE_POOLS, pages_of
-from kvcached_client.sglang.identity import FORWARD_HOOKS, ModelDescription, pool_keyspace
+from kvcached_client.sglang.identity import (
+    FORWARD_HOOKS,
+    ModelDescription,
+    SglangObject,
+    adapters_of,
+    part_label_of,
+    part_of,
+    pool_keyspace,
+    ranks_of,
+)
 from kvcached_client.sglang.page_store import Chain, PageStore, Patience, chain_of
 from kvcached_client.sglang.settings import OPTION, REFUSED_SETTINGS, TESTED_VERSION, read_settings
 from kvcached_client.sglang.side_pools import SidePool, SidePools, places_of
-
-#: SGLang is untyped here.
-SglangObject: TypeAlias = Any
 
 #: The pool that every model has; others are beside it.
 _POOL: Final = "kv"
@@ -53,7 +60,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._settings = read_settings(storage_config.extra_config)
         self._config = storage_config
         self._model = _described()
-        self._part = _part_of(storage_config)
+        self._part = part_of(storage_config)
         self._is_attached_late = _is_attached_late()
         self._weights = hooks.install(is_attached_late=self._is_attached_late)
         self._keyspace, self._is_secret = b"", False
@@ -66,9 +73,9 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._side_pools = self._no_side_pools()
         self._turn = threading.Lock()
         self._calls = 0  # under way
-        self._closing: list[PageStore | SidePools] = []  # when no call is under way
+        self._closing: list[Pools | SidePools] = []  # when no call is under way
         self._knows_prefixes = True
-        self._is_clear_owed = False
+        self._owed_clears = OwedClears()
         self._silence = Silence()
         self._glance = Glance()
         if self._model.version != TESTED_VERSION:
@@ -178,11 +185,14 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Have no engine with this model find what is stored now.
 
-        SGLang reports that as done, whatever becomes of it. So a daemon that cannot be told is told later.
+        SGLang reports that as done, whatever becomes of it. So a daemon that cannot be told is told later. After a
+        refusal this SGLang finds nothing from before, either: it goes on as after a replacement of weights.
         """
         with self._turn:
-            self._is_clear_owed = self._pages is not None and not self._is_cleared()
-            is_owed = self._is_clear_owed
+            if (pools := self._pools) is not None:
+                self._owed_clears.add(pools)
+                self._catch_up()
+            is_owed = self._pools in self._owed_clears
         if is_owed:
             _log.warning(
                 "kvcached: nothing is cleared yet, because the daemon does not answer: this SGLang finds nothing until "
@@ -193,6 +203,8 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         """End the session; what is stored stays."""
         self._glance.close()
         with self._turn:
+            self._make_up_clears()
+            self._closing += [owed for owed in self._owed_clears.give_up() if owed != self._pools]
             self._leave_pools()
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -201,12 +213,10 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
     def _in_use(self) -> Iterator[tuple[PageStore | None, SidePools]]:
         """The pages of the weights that are in memory now, for one call; none without a pool, or when closed."""
         with self._turn:
-            if self._pages is not None and self._replacements != self._weights.replacements:
-                self._forget_weights()
-            if self._is_clear_owed:
-                self._is_clear_owed = not self._is_cleared()
+            self._catch_up()
             self._calls += 1
-            in_use = (None, self._no_side_pools()) if self._is_clear_owed else (self._pages, self._side_pools)
+            is_owed = self._pools in self._owed_clears
+            in_use = (None, self._no_side_pools()) if is_owed else (self._pages, self._side_pools)
         try:
             yield in_use
         finally:
@@ -218,6 +228,24 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         with self._in_use() as (pages, _):
             return pages.found_in_memory(chain) if pages else 0
 
+    @property
+    def _pools(self) -> Pools | None:
+        return None if self._pages is None else Pools(self._pages, self._side_pools)
+
+    def _catch_up(self) -> None:
+        """Tell the daemon what it could not be told before, and take notice of other weights."""
+        self._make_up_clears()
+        if self._pages is not None and self._replacements != self._weights.replacements:
+            self._forget_weights()
+
+    def _make_up_clears(self) -> None:
+        for pools, is_refused in self._owed_clears.make_up():
+            if pools != self._pools:
+                self._closing.append(pools)
+            elif is_refused:
+                self._weights.replaced("the daemon refuses to clear")  # counts also when the storage is attached again
+        self._close_left()
+
     def _forget_weights(self) -> None:
         """Weights in memory may be others: find nothing of before, and share nothing with anybody from now on.
 
@@ -225,7 +253,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         it, or if a call is under way, which might store one of them later: then others take their place.
         """
         replacements = self._weights.replacements
-        if not (self._is_secret and not self._calls and self._is_cleared()):
+        if not ((pools := self._pools) and self._is_secret and not self._calls and pools.is_cleared()):
             self._leave_pools()
             self._take_secret_keyspace()
             self._pages = self._connected(_POOL, self.mem_pool_host, SERVED_POOLS)
@@ -234,13 +262,16 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
                     self._add_side_pool(str(name), pool)
         self._replacements = replacements
 
-    def _is_cleared(self) -> bool:
-        """Whether nothing is left of what was stored; false if the daemon does not say so."""
-        return self._pages is not None and self._pages.clear() and self._side_pools.clear()
-
     def _leave_pools(self) -> None:
-        """Have none from now on; calls that are under way end in the present ones."""
-        self._closing += [self._side_pools, *([self._pages] if self._pages else [])]
+        """Have none from now on; calls that are under way end in the present ones.
+
+        Those of which a clear is owed stay open until it is made, unless nobody else can have their pages.
+        """
+        pools = self._pools
+        if pools is not None and self._is_secret:
+            self._owed_clears.drop(pools)
+        if pools not in self._owed_clears:
+            self._closing.append(pools or self._side_pools)
         self._pages, self._side_pools = None, self._no_side_pools()
         self._close_left()
 
@@ -249,7 +280,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             self._closing.pop().close()
 
     def _no_side_pools(self) -> SidePools:
-        return SidePools(is_alone=_ranks(self._config) == 1)
+        return SidePools(is_alone=ranks_of(self._config) == 1)
 
     def _shared_keyspace(self) -> bytes:
         """The keyspace of the weight files, which are read unless their digests are remembered."""
@@ -278,7 +309,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
     def _connected(self, name: str, pool: SglangObject, served: Collection[str]) -> PageStore:
         """Pages of the model in one of SGLang's host pools. Whether the daemon is there is logged now."""
         page_size, pages = pool.page_size, pages_of(pool, served)
-        label = self._model.label(_part_label(self._config) + ("" if name == _POOL else f" {name}"))
+        label = self._model.label(part_label_of(self._config) + ("" if name == _POOL else f" {name}"))
         keyspace = self._keyspace if name == _POOL else pool_keyspace(self._keyspace, name, self._rank_of(name))
         identity = EngineIdentity(f"sglang {self._model.version}", keyspace, label, page_size)
         finder, copier = (
@@ -328,11 +359,6 @@ def _is_attached_late() -> bool:
     return get_context().config_bag("memory").hicache_storage_backend is None
 
 
-def _ranks(config: SglangObject) -> int:
-    """How many processes hold a part of the model each."""
-    return int(config.tp_size * config.pp_size * config.attn_cp_size)
-
-
 def _check(config: SglangObject) -> None:
     """Raise ValueError if SGLang is set up in a way that does not work."""
     if not (config.extra_config or {}).get("interface_v1"):
@@ -364,22 +390,5 @@ def _described() -> ModelDescription:
         device=device.device,
         seed=device.random_seed,
         version=version("sglang"),
-        adapters=_adapters(context.config_bag("lora")),
+        adapters=adapters_of(context.config_bag("lora")),
     )
-
-
-def _adapters(settings: SglangObject) -> list[tuple[str, str]]:
-    """Name and path of each adapter. If adapters are switched off, SGLang leaves them as they are written, unused."""
-    return [(each.lora_name, each.lora_path) for each in settings.lora_paths or ()] if settings.enable_lora else []
-
-
-def _part_label(config: SglangObject) -> str:
-    """Which of the tensor-parallel parts this process holds, for people."""
-    whole = f"tp{config.tp_size}"
-    return whole if config.tp_size == 1 or config.is_mla_model else f"{whole} rank {config.tp_rank}"
-
-
-def _part_of(config: SglangObject) -> list[object]:
-    """Which part of all layers and heads this process holds."""
-    context = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
-    return [*context, *([] if config.is_mla_model else [config.tp_rank, config.tp_size])]

@@ -211,6 +211,22 @@ def test_daemon_that_confirms_no_clear_gets_another_namespace(make: Make, monkey
     assert storage.batch_exists(keys) == 0
 
 
+def test_new_weights_do_not_make_a_clear_forgotten(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clear that the daemon has not heard of is made up for on the pages that it was of, not on those after them."""
+    keys, storage = hashes(2), make(MHATokenToKVPoolHost())
+    store(storage, keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(PageStore, "clear", lambda _: False)
+        storage.clear()
+        replace_weights()
+        assert storage.batch_exists(keys) == 0
+        assert make(MHATokenToKVPoolHost()).batch_exists(keys) == 2
+        store(storage, keys)  # in a namespace of its own
+    assert storage.batch_exists(keys) == 2
+    assert make(MHATokenToKVPoolHost()).batch_exists(keys) == 0
+    assert not storage._owed_clears._owed
+
+
 def test_closed_storage_stays_closed(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After it is detached, new weights and late calls connect it to no daemon."""
     directory, keys = tmp_path / "run", hashes(1)
