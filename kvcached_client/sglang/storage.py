@@ -204,8 +204,9 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._glance.close()
         with self._turn:
             self._make_up_clears()
-            self._closing += [owed for owed in self._owed_clears.give_up() if owed != self._pools]
             self._leave_pools()
+            self._closing += self._owed_clears.give_up()
+            self._close_left()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

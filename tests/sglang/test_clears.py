@@ -117,3 +117,17 @@ def test_clear_that_stays_owed_at_the_end_is_told(
     with Admin.connect(run_dir) as admin:
         assert {host.sessions for host in admin.stats().hosts} == {0}
     assert make(MHATokenToKVPoolHost()).batch_exists(KEYS) == 2
+
+
+def test_owed_clear_of_pages_that_nobody_shares_is_not_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After weights were replaced, no engine finds these pages once the storage is closed, cleared or not."""
+    storage = make(MHATokenToKVPoolHost())
+    replace_weights()
+    assert storage.batch_exists(KEYS) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(PageStore, "clear", lambda _: False)
+        storage.clear()
+        storage.close()
+    assert "is not cleared, because" not in caplog.text
