@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvcached.core.eviction.by_priority import POLICIES, make_policy
-from kvcached.core.eviction.lru import LeastRecentlyUsed
+from kvcached.core.eviction.by_priority import POLICIES, ByPriority, make_policy
+from kvcached.core.eviction.lru import EvictionPolicy, LeastRecentlyUsed
 from kvcached.core.eviction.slru import UPPER_PERCENT, SegmentedLeastRecentlyUsed
 from kvcached.core.index.run import Run, Segment
 from kvcached.core.slots.ranges import no_ranges
@@ -269,14 +269,17 @@ def test_segmented_operations_look_at_few_tails(count: int, monkeypatch: pytest.
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(5))
 def test_lowest_priority_goes_first(name: str, seed: int) -> None:
-    """Over random adds, uses with changing priorities, removals and pops, no victim has a higher one than another."""
+    """Over random adds, uses with changing priorities, locks, removals and pops, each victim has the lowest one.
+
+    In `lru` it was used least recently of those, and no priority keeps a place of a tail that was filed under another.
+    """
     rng, policy = random.Random(seed), make_policy(name, SLOTS)
     known: list[Segment] = []
     for clock in range(1, 1001):
         segment = rng.choice(known) if known else None
-        match rng.randrange(5):
-            case 0 | 1:
-                fresh = make_segment(clock)
+        match rng.randrange(6):
+            case 0 | 1:  # a request ends, or an eviction lays a parent bare that was last used some time ago
+                fresh = make_segment(clock if rng.randrange(2) else rng.randrange(clock))
                 fresh.priority = rng.choice((None, -3, 0, 2))
                 known.append(fresh)
                 policy.add(fresh)
@@ -286,16 +289,56 @@ def test_lowest_priority_goes_first(name: str, seed: int) -> None:
             case 3 if segment is not None and rng.randrange(2):
                 policy.remove(segment)
                 known.remove(segment)
-            case 4:
+            case 4 if segment is not None:
+                segment.resident_children ^= 1
+                if segment.queued or not segment.resident_children:
+                    policy.add(segment)
+            case 5:
+                tails = [each for each in known if not each.resident_children]
                 victim = policy.pop()
-                assert (victim is None) == (not known)
+                assert (victim is None) == (not tails)
                 if victim is not None:
-                    lowest = min(each.priority or 0 for each in known)
+                    lowest = min(each.priority or 0 for each in tails)
                     assert (victim.priority or 0) == lowest
                     known.remove(victim)
                     if name == "lru":
-                        others = [each.last_used for each in known if (each.priority or 0) == lowest]
-                        assert victim.last_used <= min(others, default=victim.last_used)
+                        assert victim.last_used == min(
+                            each.last_used for each in tails if (each.priority or 0) == lowest
+                        )
+        assert_filed_once(policy)
+
+
+def assert_filed_once(policy: EvictionPolicy) -> None:
+    """What an order of `lru` keeps is filed, and under the priority of that order."""
+    assert isinstance(policy, ByPriority)
+    for priority, order in policy._policies.items():
+        if isinstance(order, LeastRecentlyUsed):
+            kept = [*order._queue, *order._waiting]
+            assert all(segment.queued and segment.filed_priority == priority for segment in kept)
+            assert len(kept) == len(set(kept))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_place_that_a_tail_has_left_does_not_count(name: str) -> None:
+    """A tail that waited between others until its priority rose is one of its new priority, and the newest there."""
+    policy = make_policy(name, SLOTS)
+    low, moved = [make_segment(stamp) for stamp in (1, 10)], make_segment(5)
+    for segment in (*low, moved):
+        policy.add(segment)
+    moved.priority, moved.last_used = 7, 11
+    policy.touch(moved)
+    high = [make_segment(stamp) for stamp in (12, 13)]
+    for segment in high:
+        segment.priority = 7
+        policy.add(segment)
+    moved.protected = 1
+    assert [policy.pop(), policy.pop()] == low  # and between these two, the place that was left
+    moved.last_used = 14
+    policy.touch(moved)
+    moved.protected = 0
+    policy.add(moved)
+
+    assert [policy.pop() for _ in range(3)] == [*high, moved]
 
 
 @pytest.mark.parametrize("name", POLICIES)

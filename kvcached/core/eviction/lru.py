@@ -44,18 +44,19 @@ class LeastRecentlyUsed:
     """The tail that was touched longest ago.
 
     Tails become evictable mostly as the newest (a request ends) or as the oldest (an eviction lays a parent bare): they
-    stand in a queue, O(1). One that belongs somewhere between waits in a heap beside it, O(log n). An entry has the
-    stamp that it was filed under; one whose stamp or segment is outdated is dropped or filed again when its turn comes.
+    stand in a queue, O(1). One that belongs somewhere between waits in a heap beside it, O(log n). Each has the stamp
+    that it was filed under, and is filed again when its turn comes and it was used since. Entries of the heap whose
+    segment has left it are dropped then; the segment may stand in another policy, and does not hear of it.
     """
 
-    __slots__ = ("_between", "_newest", "_number", "_outdated", "_queue")
+    __slots__ = ("_between", "_newest", "_number", "_queue", "_waiting")
 
     def __init__(self) -> None:
         self._queue: OrderedDict[Segment, int] = OrderedDict()  #: stamps, oldest first
         self._between: list[tuple[int, int, Segment]] = []  #: heap of (stamp, number, segment)
+        self._waiting: dict[Segment, int] = {}  #: numbers of the heap's entries that are not outdated
         self._newest = 0  #: stamp of the last in the queue, or of one that was
-        self._number = 0  #: breaks ties in the heap, so that segments are never compared
-        self._outdated = 0  #: entries of the heap whose segment has left it
+        self._number = 0  #: of the last entry in the heap; breaks ties there, so that segments are never compared
 
     def add(self, segment: Segment) -> None:
         """File a tail under its last use."""
@@ -64,13 +65,14 @@ class LeastRecentlyUsed:
         segment.queued = True
         stamp, queue = segment.last_used, self._queue
         if stamp >= self._newest:
-            self._newest = stamp
-            queue[segment] = stamp
+            self._newest = queue[segment] = stamp
+            queue.move_to_end(segment)
         elif not queue or stamp <= next(iter(queue.values())):
             queue[segment] = stamp
             queue.move_to_end(segment, last=False)
         else:
             self._number += 1
+            self._waiting[segment] = self._number
             heappush(self._between, (stamp, self._number, segment))
 
     def pop(self) -> Segment | None:
@@ -78,10 +80,10 @@ class LeastRecentlyUsed:
         queue, between = self._queue, self._between
         while queue or between:
             if between and (not queue or between[0][0] < next(iter(queue.values()))):
-                stamp, _, segment = heappop(between)
-                if not segment.queued or segment in queue:
-                    self._outdated = max(self._outdated - 1, 0)
-                    continue
+                stamp, number, segment = heappop(between)
+                if self._waiting.get(segment) != number:
+                    continue  # outdated
+                del self._waiting[segment]
             else:
                 segment, stamp = queue.popitem(last=False)
             segment.queued = False
@@ -99,29 +101,28 @@ class LeastRecentlyUsed:
     def touch(self, segment: Segment) -> None:
         """Move its entry to the end, if it has one."""
         if segment.queued:
-            self._outdated += segment not in self._queue
+            self._waiting.pop(segment, None)
             self._newest = self._queue[segment] = segment.last_used
             self._queue.move_to_end(segment)
 
     def remove(self, segment: Segment) -> None:
         """Forget its entry, if it has one."""
-        if not segment.queued:
-            return
-        segment.queued = False
         if self._queue.pop(segment, None) is None:
-            self._outdated += 1
-            if self._outdated > max(_OUTDATED_MIN, len(self._between) // 2):
-                self._sweep()
+            if self._waiting.pop(segment, None) is None:
+                return
+            self._sweep()
+        segment.queued = False
 
     def clear(self) -> None:
         """Forget every entry."""
-        for segment in (*self._queue, *(entry[2] for entry in self._between)):
+        for segment in (*self._queue, *self._waiting):
             segment.queued = False
         self._queue.clear()
+        self._waiting.clear()
         self._between.clear()
-        self._outdated = 0
 
     def _sweep(self) -> None:
-        self._between = [entry for entry in self._between if entry[2].queued and entry[2] not in self._queue]
+        if len(self._between) <= max(_OUTDATED_MIN, 2 * len(self._waiting)):
+            return
+        self._between = [entry for entry in self._between if self._waiting.get(entry[2]) == entry[1]]
         heapify(self._between)
-        self._outdated = 0
