@@ -314,10 +314,9 @@ class HostTree(RunTree):
         freed: list[Ranges[int]] = []
         try:
             while wanted > 0 and (segment := policy.pop()) is not None:
-                run = segment.run
                 freed.append(without_holes(self.trim_tail(segment, policy.most(segment), wanted, HOST, slack=slack)))
                 wanted -= slot_count(freed[-1])
-                self._prune(run)
+                self._prune(segment.run)
         finally:  # what has left the tree is free, whatever a policy did
             slots = join(freed)
             self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
@@ -362,8 +361,9 @@ class HostTree(RunTree):
         ranges = section(segment.ranges, 0, first)
         append(ranges, slots)
         append(ranges, section(segment.ranges, last, segment.length))
+        if last > segment.length:
+            segment.grow(last - segment.length)
         segment.ranges, segment.holed = ranges, has_holes(ranges)
-        segment.length = max(segment.length, last)
         segment.backed = min(segment.backed, first)
 
     def _cover(self, run: Run, length: int) -> Segment:
