@@ -11,16 +11,30 @@ import pytest
 
 from kvcached.core.cache import Cache
 from kvcached.core.eviction.by_priority import POLICIES
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.part_uses import PART_USES_MAX
+from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
+from kvcached.core.index.run_tree import resident
 from kvcached.core.insight.invariants import check
 from kvcached.core.namespaces import PoolSpec
+from kvcached.core.slots.states import SlotState
 from tests.core.engine import BLOCK_SIZE, EPOCH, TTL_MS, Engine, keys_of
-from tests.core.host_tier import Workers, crowd_out, host_hit
+from tests.core.host_tier import Workers, crowd_out, host_hit, host_of
 from tests.core.offload_engine import OffloadEngine, space
 
 #: A block's last use and priority.
 _Use = tuple[int, int | None]
+
+
+def compute(engine: Engine, text: str, priority: int) -> None:
+    """A request, whose blocks are computed as far as they are not there."""
+    name, tokens = f"{text} at {priority}", len(text) * BLOCK_SIZE
+    grant = engine.cache.managed.acquire(
+        engine.session, EPOCH, name, keys_of(text), tokens, 0, full=True, priority=priority
+    )
+    engine.commit(grant, text)
+    engine.release(grant)
 
 
 class DevicePoolUser:
@@ -34,13 +48,7 @@ class DevicePoolUser:
 
     def use(self, text: str, priority: int = 0) -> None:
         """A request, whose blocks are computed as far as they are not there."""
-        engine = self._engine
-        name, tokens = f"{text} at {priority}", len(text) * BLOCK_SIZE
-        grant = self.cache.managed.acquire(
-            engine.session, EPOCH, name, keys_of(text), tokens, 0, full=True, priority=priority
-        )
-        engine.commit(grant, text)
-        engine.release(grant)
+        compute(self._engine, text, priority)
 
     def free(self, count: int) -> None:
         """Evict so many blocks."""
@@ -170,11 +178,7 @@ def test_host_copy_has_the_priorities_of_the_parts_on_the_device() -> None:
     cache = Cache([spec], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=10)
     engine, workers = Engine(cache), Workers(cache)
     for text, priority in (("a123456789", -8), ("b123456789", 0), ("a12", 7)):
-        grant = cache.managed.acquire(
-            engine.session, EPOCH, text, keys_of(text), len(text) * BLOCK_SIZE, 0, full=True, priority=priority
-        )
-        engine.commit(grant, text)
-        engine.release(grant)
+        compute(engine, text, priority)
     workers.answer_all()
     crowd_out(engine)
     left = []
@@ -183,6 +187,39 @@ def test_host_copy_has_the_priorities_of_the_parts_on_the_device() -> None:
         cache.trees[0].shed_host("test", 7)
 
     assert left == [(10, 10), (3, 10), (3, 3)]
+    assert check(cache) == []
+
+
+def test_copies_that_also_fill_a_hole_have_their_own_priority() -> None:
+    """What continues an important prompt stays unimportant in the host pool when a hole before it is filled at once."""
+    spec = PoolSpec("a", b"namespace", BLOCK_SIZE, 40, host_slots_per_slab=4)
+    cache = Cache([spec], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=10)
+    engine, workers, tree = Engine(cache), Workers(cache), cache.trees[0]
+    compute(engine, "a1234", 7)
+    workers.answer_all()
+    run, _ = tree.match(keys_of("a1234"), 5, HOST)
+    corrupt = tree.path_slots(run, 2, 3, HOST)
+    tree.punch_host(run, [Piece(2, 3)])
+    host_of(cache).move(corrupt, SlotState.CACHED, SlotState.FREE, "test")
+    compute(engine, "a1234567", 0)
+    workers.answer_all()
+
+    assert [priority or 0 for _, priority in used(resident(run, HOST))] == [7] * 5 + [0] * 3
+    assert check(cache) == []
+
+
+def test_use_of_a_part_is_no_older_than_what_joins_the_prompt_later() -> None:
+    """A prompt that goes on is newer in all of its blocks than another's use of the first ones meanwhile."""
+    cache = Cache([], epoch=EPOCH, session_ttl_ms=TTL_MS, host_slabs=10, namespaces_max=1)
+    engine = OffloadEngine(cache, space())
+    lease = engine.acquire("a1234567")
+    engine.commit(engine.prepare(lease, "a1234").transfer)
+    engine.store("a1")
+    segment = resident(lease.run, HOST)
+    assert [use.end for use in segment.part_uses] == [2]
+    engine.prepare(lease, "a1234567")
+
+    assert [use.last_used for use in segment.part_uses] == [segment.last_used]
     assert check(cache) == []
 
 

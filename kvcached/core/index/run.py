@@ -112,12 +112,15 @@ class Segment:
     def grow(self, count: int, *, is_holed: bool = False) -> None:
         """Blocks join its end, some of them holes if `is_holed`. Their priority is that of their own requests.
 
-        It is not worth remembering that what was there has priority 0: then what joins it has no lower one.
+        It is not worth remembering that what was there has priority 0: then what joins it has no lower one. Uses that
+        were later than that of the last block may not be, now that the last block is a new one.
         """
+        uses = self.part_uses
         if self.priority:
-            uses = (*self.part_uses, PartUse(self.run.start + self.length, self.last_used, self.priority))
+            uses = (*uses, PartUse(self.run.start + self.length, self.last_used, self.priority))
             self.priority = None
-            self.part_uses = in_order(uses, self.last_used, None)
+        if uses:
+            self.part_uses = in_order(uses, self.last_used, self.priority)
         self.length += count
         self.holed = self.holed or is_holed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from kvcached.core.index.part_uses import PART_USES_MAX
+from kvcached.core.index.part_uses import PART_USES_MAX, PartUse
 from kvcached.core.index.run import Run, Segment
 from kvcached.core.slots.slots import SlotPool
 
@@ -28,10 +28,11 @@ def misjudged(runs: list[Run], pool: SlotPool, index: int) -> Iterator[str]:
 def _is_in_order(segment: Segment) -> bool:
     """Whether uses of parts end inside the segment, and no block matters less or is older than one behind it."""
     uses, start = segment.part_uses, segment.run.start
+    everything = PartUse(start + segment.length, segment.last_used, segment.priority)
     steps = [
         longer.end > shorter.end
         and longer.last_used <= shorter.last_used
         and (longer.priority is None or (shorter.priority is not None and longer.priority <= shorter.priority))
-        for longer, shorter in pairwise(uses)
+        for longer, shorter in pairwise((everything, *uses))
     ]
-    return start < uses[-1].end and uses[0].end < start + segment.length and all(steps) and len(uses) <= PART_USES_MAX
+    return start < uses[-1].end and all(steps) and len(uses) <= PART_USES_MAX
