@@ -196,6 +196,22 @@ def test_rejoin_ends_posted_calls(daemon: Supervised, engine: Engine) -> None:
     assert pool_of(daemon).leases == 1
 
 
+def test_rejoin_takes_the_answers_that_have_come(daemon: Supervised, engine: Engine) -> None:
+    """Blocks of a posted commit that a daemon has answered before its death are found after it, before any call."""
+    chain = engine.chain(0, 2)
+    lease = engine.client.acquire("r", chain)
+    engine.compute(lease, chain)
+    lease.commit(8, wait=False)
+    while pool_of(daemon).states["cached"] < 2:
+        pass  # the daemon has not read the commit yet
+    daemon.kill_and_wait()
+    engine.client.rejoin()
+    hit = engine.client.acquire("hit", chain, full=True)
+    assert (hit.hit_blocks, engine.is_right(hit, chain)) == (2, True)
+    hit.release()
+    lease.release()
+
+
 def test_unheard_release_is_not_declared(daemon: Supervised) -> None:
     """A lease whose release came too late is over after the restart: others have written to its slots since."""
     with ExitStack() as parts:

@@ -66,9 +66,9 @@ def refused_finish_keeps_its_slots(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, LeaseSteps.finishing, "if gives_back:", "if False:")
 
 
-@caught_by("tests/daemon/test_rejoin.py::test_rejoin_ends_posted_calls")
+@caught_by("tests/daemon/test_rejoin.py::test_rejoin_takes_the_answers_that_have_come")
 def lease_with_a_call_under_way_is_declared(patch: pytest.MonkeyPatch) -> None:
-    """A lease whose finish was posted to a daemon that died is declared to the next one, and never ends."""
+    """A commit that a dead daemon has answered is not declared: nobody finds its blocks until the next call."""
     rewrite(patch, LeaseSteps.declaration, "self._await_last()\n", "")
 
 

@@ -75,9 +75,9 @@ class TransferTable:
         There may be as many as the load has blocks: what is looked through is looked through once for all of them.
         """
         tree, places = load.tree, sorted(load.corrupt)
+        self.counters["corrupt_blocks"] += len(places)
         if not places:
             return
-        self.counters["corrupt_blocks"] += len(places)
         slots = slots_at(load.host, places)
         run, end = tree.host_end(load.run, load.end)
         present = slots_at(tree.path_slots(run, load.start, end, HOST), places)  # the last may have gone meanwhile
