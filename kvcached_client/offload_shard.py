@@ -284,7 +284,7 @@ class OffloadShard:
     def _load(self, job: BlockJob, after: Mark | None) -> list[int]:
         memory = self._open()
         if self._over is not None:
-            raise self._over
+            raise self._over.with_traceback(None)  # which would grow with each load, and keep its frames
         self._begin("load", (job,))
         try:
             with memory.after(after):

@@ -59,7 +59,7 @@ class ProcessShard:
     def __init__(self, copies: CopyProcess, *, deadline_ms: int) -> None:
         self.has_copied = False
         self._copies = copies
-        # A report that has no reply is repeated once.
+        # A store's report that has no reply is repeated once; a load's waits for one deadline at most.
         self._deadline_ms = PROGRESS_DEADLINE_S * 1000 + 2 * deadline_ms
         self._is_hung = False
 

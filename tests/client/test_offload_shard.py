@@ -370,8 +370,12 @@ def test_end_of_the_session_is_a_typed_error_of_the_next_load(daemon: FakeDaemon
     assert shard.load(load_job()) == []
     shard._reports.wait()
 
-    with pytest.raises(Stale, match="no session 3"):
-        shard.load(replace(load_job(), transfer=TransferId(10)))
+    depths = []
+    for transfer in (10, 11, 12):
+        with pytest.raises(Stale, match="no session 3") as caught:
+            shard.load(replace(load_job(), transfer=TransferId(transfer)))
+        depths.append(len(caught.traceback))
+    assert depths == depths[:1] * 3  # the error keeps nothing of the loads before
     assert len(daemon.requests) == 2
 
 
