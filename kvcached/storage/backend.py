@@ -24,6 +24,8 @@ DISK: Final = "disk"
 
 #: A key is a digest of everything that makes blocks interchangeable, followed by the block's own key.
 PREFIX_BYTES: Final = 16
+#: Of the record of generations in a shared backend.
+SHARED_RECORD_BYTES_MAX: Final = 4 << 20
 STORED_KEY_BYTES: Final = PREFIX_BYTES + KEY_SIZE_BYTES
 
 
@@ -81,12 +83,26 @@ class Capabilities(NamedTuple):
         batch_blocks: the most blocks of one call.
         persistent: whether values outlive the process.
         deletes: whether `delete` and `clear` have an effect; if not, old generations stay until it drops them.
+        is_shared: whether daemons of several machines use it at a time, and it keeps their record of generations.
     """
 
     threads: int = 4
     batch_blocks: int = 32
     persistent: bool = True
     deletes: bool = True
+    is_shared: bool = False
+
+
+class VersionedRecord(NamedTuple):
+    """The record of generations as a shared backend has it.
+
+    Attributes:
+        data: at most `SHARED_RECORD_BYTES_MAX`; a backend does not look into it.
+        version: changes with every write, and is never empty.
+    """
+
+    data: bytes
+    version: bytes
 
 
 class Usage(NamedTuple):
@@ -127,12 +143,40 @@ class Storage(ABC):
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
         """Delete all values whose key begins with these 16 bytes; all values for b"". Returns how many there were.
 
-        No request waits for this call, which may take some minutes. If it fails, it is called again.
+        No request waits for this call, which may take some minutes. If it fails, it is called again. A shared backend
+        keeps the record.
         """
 
     @abstractmethod
     def usage(self) -> Usage:
         """How full the backend is."""
+
+    def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
+        """The record of generations; None if there is none. Only of shared backends.
+
+        Raises:
+            Exception: it cannot be told whether there is one.
+        """
+        raise NotImplementedError
+
+    def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
+        """Replace the record, if it is still the one of a version. Only of shared backends.
+
+        The service compares and writes in one step, so that of two daemons that write after the same version, one
+        writes. What it has answered to outlives its failures as far as the values do.
+
+        Args:
+            data: the new record.
+            after: the version that it replaces; b"" = there is none yet.
+            timeout_s: as in the other methods.
+
+        Returns:
+            Its version; None if there is another record than `after`, which stays.
+
+        Raises:
+            Exception: it cannot be told whether it was written.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release all resources. No other method is running, and none is called afterwards.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.storage.backend import ABSENT, DONE, Outcome, Storage
+from kvcached.storage.backend import ABSENT, DONE, SHARED_RECORD_BYTES_MAX, Outcome, Storage, VersionedRecord
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, proves_itself, stored
 
 OTHER = kind(generation=8)
@@ -188,6 +188,94 @@ class StorageContract:
         run_in_threads(work, storage.capabilities.threads)
 
         assert mistakes == []
+
+
+class SharedContract(StorageContract):
+    """Of one backend that daemons of several machines share. `open` opens the same service for the same directory."""
+
+    def test_there_is_no_record_at_first(self, storage: Storage) -> None:
+        """A service that nobody has used has no record, and does not count one as a block."""
+        assert storage.capabilities.is_shared
+        assert storage.read_record(timeout_s=TIMEOUT_S) is None
+        assert storage.usage().blocks in {0, -1}
+
+    def test_a_record_is_replaced_by_who_knows_it(self, storage: Storage) -> None:
+        """A record is written after the version that is there, and not after an earlier one, or after none."""
+        first = storage.write_record(b"first", b"", timeout_s=TIMEOUT_S)
+
+        assert first
+        assert storage.write_record(b"also first", b"", timeout_s=TIMEOUT_S) is None
+        assert storage.read_record(timeout_s=TIMEOUT_S) == VersionedRecord(b"first", first)
+
+        second = storage.write_record(b"second", first, timeout_s=TIMEOUT_S)
+
+        assert second
+        assert second != first
+        assert storage.write_record(b"also second", first, timeout_s=TIMEOUT_S) is None
+        assert storage.read_record(timeout_s=TIMEOUT_S) == VersionedRecord(b"second", second)
+
+    def test_a_record_of_the_same_bytes_is_another_version(self, storage: Storage) -> None:
+        """Who writes the bytes that are there already makes a version, so a daemon sees that another one wrote."""
+        first = storage.write_record(b"same", b"", timeout_s=TIMEOUT_S)
+        assert first
+        second = storage.write_record(b"same", first, timeout_s=TIMEOUT_S)
+        assert second
+
+        assert storage.write_record(b"other", first, timeout_s=TIMEOUT_S) is None
+
+    def test_a_record_that_is_gone_is_not_replaced(self, storage: Storage) -> None:
+        """A version that was never there is not taken for that of a record that is lost."""
+        assert storage.write_record(b"second", b"0" * 16, timeout_s=TIMEOUT_S) is None
+        assert storage.read_record(timeout_s=TIMEOUT_S) is None
+
+    def test_one_of_several_writers_wins(self, storage: Storage, tmp_path: Path) -> None:
+        """Of daemons that write after the same version, one does, round after round."""
+        writers = [self.open(tmp_path / "storage") for _ in range(4)]
+        version = b""
+        for turn in range(5):
+            won: dict[int, bytes] = {}
+
+            def write(number: int, turn: int = turn, version: bytes = version, won: dict[int, bytes] = won) -> None:
+                data = b"%d %d" % (turn, number)
+                written = writers[number].write_record(data, version, timeout_s=TIMEOUT_S)
+                if written is not None:
+                    won[number] = written
+
+            run_in_threads(write, len(writers))
+
+            ((winner, version),) = won.items()
+            record = VersionedRecord(b"%d %d" % (turn, winner), version)
+            assert storage.read_record(timeout_s=TIMEOUT_S) == record
+        for writer in writers:
+            writer.close()
+
+    def test_a_record_is_no_value(self, storage: Storage) -> None:
+        """The record stays when all values are cleared, which do not count it."""
+        version = storage.write_record(b"a record", b"", timeout_s=TIMEOUT_S)
+        assert version
+        put(storage, 1)
+
+        assert storage.clear(b"", timeout_s=TIMEOUT_S) == 1
+
+        assert storage.read_record(timeout_s=TIMEOUT_S) == VersionedRecord(b"a record", version)
+
+    def test_the_largest_record_is_kept(self, storage: Storage) -> None:
+        """A record of the largest size, of any bytes, comes back as it was."""
+        data = bytes(range(256)) * (SHARED_RECORD_BYTES_MAX // 256)
+        version = storage.write_record(data, b"", timeout_s=TIMEOUT_S)
+        assert version
+
+        assert storage.read_record(timeout_s=TIMEOUT_S) == VersionedRecord(data, version)
+
+    def test_blocks_are_found_by_others(self, storage: Storage, tmp_path: Path) -> None:
+        """What one daemon has put, another one gets."""
+        other = self.open(tmp_path / "storage")
+        put(storage, 1)
+        block = asked(1)
+
+        assert other.get([block], timeout_s=TIMEOUT_S) == [DONE]
+        assert is_right(block, 1)
+        other.close()
 
 
 def run_in_threads(work: Callable[[int], None], count: int) -> None:
