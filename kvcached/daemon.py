@@ -183,6 +183,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
         editions = editions_of(record, inheritance.ledger, canonical=config.has_canonical_storage)
         generations = {each.name: generation_of(each, editions, first) for each in config.replica}
         editions |= {each.namespace: Edition(each.number, each.weights_version) for each in generations.values()}
+        provisional = [each.namespace for each in generations.values() if each.number == first]
         holders = {
             each.name: Holder(
                 each.name, devices[each.name], partial(new_workers, config, each, host, news, epoch),
@@ -201,7 +202,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
         policies = {
             each.name: write_policy_of(each, generations[each.name], inheritance.ledger) for each in config.replica
         }
-        cache = build_cache(config, generations, policies, epoch, Generations(first + 1, editions))
+        cache = build_cache(config, generations, policies, epoch, Generations(first + 1, editions, provisional))
         headers = None if host is None else HostHeaders(host)
         taken = take_over_timed(inheritance, cache, replicas, headers, canonical=config.has_canonical_storage)
         share = None if host is None or config.offload is None else _share(config, host, parts)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final
 
 from kvcached.config.schema import Config
@@ -17,8 +18,11 @@ from kvcached.memory.host_pool import HostMemory
 from kvcached.recovery.generations import READ_DEADLINE_S, Record, RecordFile, RecordWriter, in_layout, read_record
 from kvcached.service.service import Service
 from kvcached.service.storage_verbs import STOP_DEADLINE_S, StorageService, note_forgotten
+from kvcached.shared_record import SharedRecord
+from kvcached.storage.backend import DISK, SHARED_BACKENDS
 from kvcached.storage.client import StorageLink
 from kvcached.storage.messages import StorageConfig as ProcessConfig
+from kvcached.storage.record_exchange import RecordExchange
 from kvcached_client.errors import ErrorCode, request_error
 
 #: The storage process of a daemon that died waits for its device at most.
@@ -77,9 +81,11 @@ async def start_storage(
     storage = config.storage
     if storage is None or host is None:
         return
+    exchange = RecordExchange()
+    parts.callback(exchange.close)
     link = StorageLink(
         _process_config(storage),
-        host.descriptor,
+        (host.descriptor, exchange.memory),
         config.run_dir,
         epoch,
         service.storage.format_of,
@@ -89,9 +95,18 @@ async def start_storage(
     service.storage.storage = StorageService(
         link, storage.backend, storage.backup, storage.prefetch_timeout_ms, storage.prefetch_timeout_us_per_token
     )
-    writer = None if storage.record_path is None else RecordFile(storage.record_path)
-    keep_record(service, link, record, writer, storage.layout)
-    link.before_ready = RecordReader(config, service, link).begin
+    exchange.use(link)
+    if storage.backend == DISK:
+        writer = None if storage.record_path is None else RecordFile(storage.record_path)
+        keep_record(service, link, record, writer, storage.layout)
+        link.before_ready = RecordReader(config, service, link).begin
+    else:
+        shared = SharedRecord(service, link, exchange, storage.layout, partial(_take_in, service, link))
+        parts.callback(shared.close)
+        keep_record(service, link, record, None, storage.layout)
+        if storage.backend in SHARED_BACKENDS:
+            shared.expect()
+        link.before_ready = shared.begin
     link.attach()
     if await link.started(TAKEOVER_PATIENCE_S if is_takeover else config.worker_ready_deadline_ms / 1000):
         return

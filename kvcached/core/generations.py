@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 #: Namespaces whose editions are remembered. Far more than there are at a time; one beyond that begins a new generation.
@@ -33,13 +33,19 @@ class Generations:
     Args:
         first: larger than any generation of an earlier life.
         editions: those of earlier lives.
+        provisional: roots of editions that this life has begun, because none was known.
 
     Attributes:
         version: grows whenever an edition changes.
+        provisional: roots of namespaces whose generation began because none was known, and that were not cleared since:
+            nothing is lost where one that turns out to be recorded takes its place.
     """
 
-    def __init__(self, first: int = 0, editions: Mapping[bytes, Edition] | None = None) -> None:
+    def __init__(
+        self, first: int = 0, editions: Mapping[bytes, Edition] | None = None, provisional: Iterable[bytes] = ()
+    ) -> None:
         self.version = 0
+        self.provisional = set(provisional)
         self._in_use: Callable[[], Collection[bytes]] = tuple
         self._next = first
         self._chance = first % (1 << RANDOM_BITS)
@@ -58,7 +64,9 @@ class Generations:
         """The generation of a namespace; one that was not known, or whose record was lost, begins a new one."""
         edition = self._editions.get(root)
         if edition is None:
-            return self.renew(root)
+            generation = self.renew(root)
+            self.provisional.add(root)
+            return generation
         self._put(root, edition)
         return edition.generation
 
@@ -74,6 +82,7 @@ class Generations:
     def replace(self, before: bytes, root: bytes, edition: Edition) -> None:
         """A namespace has another edition, and maybe another root: the roots of replicas tell the generation."""
         self._editions.pop(before, None)
+        self.provisional -= {before, root}
         self._put(root, edition)
         self.version += 1
 
@@ -95,3 +104,4 @@ class Generations:
             kept = {root, *self._in_use()}
             for each in [each for each in self._editions if each not in kept][:surplus]:
                 del self._editions[each]
+                self.provisional.discard(each)

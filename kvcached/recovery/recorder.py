@@ -101,6 +101,13 @@ class Recorder:
         self._timer = self._later(WRITE_DEADLINE_S, self._on_late)
         self._writer.write(self._record(contents), partial(self._over, contents))
 
+    def overtaken(self) -> None:
+        """Another daemon had replaced the record before the write that was begun, which did nothing: write again."""
+        self._end_write()
+        self._tried = None
+        self.keep()
+        self.settled()
+
     def again(self) -> None:
         """Try once more, where the last write failed."""
         if self.why:
@@ -136,9 +143,7 @@ class Recorder:
         return not self.holds(version) and (self._is_late or not self._is_writing)
 
     def _over(self, contents: _Contents, why: str) -> None:
-        self._is_writing = self._is_late = False
-        if self._timer is not None:
-            self._timer.cancel()
+        self._end_write()
         if why and why != self.why:
             _log.error("the record of generations cannot be written, so clears are not answered: %s", why)
         self.why = why if self._is_open else _NOT_OPEN
@@ -146,6 +151,11 @@ class Recorder:
             self._written_version, self._recorded = contents.version, self._offered
         self.keep()
         self.settled()
+
+    def _end_write(self) -> None:
+        self._is_writing = self._is_late = False
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _on_late(self) -> None:
         self._is_late, self.why = True, f"its device has not answered for {WRITE_DEADLINE_S:g} s"

@@ -44,9 +44,12 @@ class Link(Protocol):
 
     state: LinkState
     why: str
-    write_refusal: str
     usage: tuple[int, int, int]
     restarts: int
+
+    @property
+    def write_refusal(self) -> str:
+        """Why it accepts no blocks although it works; empty if it has accepted the last ones."""
 
     @property
     def counters(self) -> Mapping[str, int]:

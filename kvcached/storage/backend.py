@@ -19,8 +19,9 @@ from kvcached_client.types import KEY_SIZE_BYTES
 
 #: The group of entry points for backends, of this distribution and of others.
 GROUP: Final = "kvcached.storage"
-#: The backend that is part of this distribution.
+#: The backends that are part of this distribution. Of others, a daemon learns whether they are shared when they open.
 DISK: Final = "disk"
+SHARED_BACKENDS: Final = frozenset({"redis", "s3"})
 
 #: A key is a digest of everything that makes blocks interchangeable, followed by the block's own key.
 PREFIX_BYTES: Final = 16

@@ -41,11 +41,14 @@ from kvcached.storage.messages import (
     Ping,
     Progress,
     Query,
+    ReadRecord,
     Report,
     Request,
+    WriteRecord,
 )
 from kvcached.storage.messages import StorageConfig as ProcessConfig
 from kvcached.storage.process import StorageProcess
+from kvcached.storage.refused_writes import RefusedWrites
 
 #: This many failures in a row suspend storage.
 BREAKER_FAILURES: Final = 5
@@ -55,8 +58,6 @@ LONGEST_PAUSE_S: Final = 30.0
 HUNG_TIMEOUTS: Final = 6
 #: When a request is late: its progress may be reported by so much later than a call of the backend ends.
 LATE_TIMEOUTS: Final = 1 + 1 / PROGRESS_PER_TIMEOUT
-#: The shortest interval between two log lines that storage accepts no blocks.
-REFUSAL_LOG_S: Final = 60.0
 #: How long a `Forget` may take. It may be of millions of blocks, and no request waits for it.
 FORGET_S_MAX: Final = 600.0
 
@@ -68,7 +69,7 @@ class StorageLink:
 
     Args:
         config: the configuration of the process.
-        host_memory: descriptor of the host pool.
+        memory: descriptors of the host pool, and of memory for the record of generations.
         run_dir: the directory of its log and its lock.
         epoch: the daemon's, for the headers of fetched blocks.
         format_of: returns the format of a namespace's blocks; None for a namespace that no longer exists.
@@ -77,17 +78,17 @@ class StorageLink:
     Attributes:
         state: see `LinkState`.
         why: the last failure, in words.
-        write_refusal: why storage accepts no blocks although it works; empty if it has accepted the last ones.
         is_misconfigured: the last start failed because of wrong settings, so every other start will fail.
         usage: blocks, bytes and capacity in the backend's last report; -1 for an unknown figure.
         counters: counts of its work.
+        is_shared: the backend keeps a record of generations for daemons of several machines.
         before_ready: called when the backend is open, and no other daemon's; its argument ends the start.
     """
 
     def __init__(
         self,
         config: ProcessConfig,
-        host_memory: int,
+        memory: tuple[int, int],
         run_dir: Path,
         epoch: int,
         format_of: Callable[[bytes, int], BlockFormat | None],
@@ -95,14 +96,15 @@ class StorageLink:
     ) -> None:
         self.state = LinkState.DETACHED
         self.why = ""
-        self.write_refusal = ""
         self.is_misconfigured = False
+        self.is_shared = False
         self.usage = (-1, -1, -1)
         self.counters: Counter[str] = Counter()
+        self._refused = RefusedWrites(config.backend, self.counters)
         self.restarts = 0
         self.before_ready: Callable[[Callable[[], None]], None] = lambda go_on: go_on()
         self._config = config
-        self._host_memory = host_memory
+        self._memory = memory
         self._run_dir = run_dir
         self._epoch = epoch
         self._format_of = format_of
@@ -116,11 +118,15 @@ class StorageLink:
         self._forgets = Forgets(self._in_flight, self._forget, lambda: self.state is LinkState.READY)
         self._failures = 0
         self._is_on_trial = False  #: it was suspended, and has carried out nothing since
-        self._refusal_told_s = -math.inf
         self._opened_s = math.inf  #: when the process was ready
         self._back_off = BackOff(first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, healthy_after_s=LONGEST_PAUSE_S)
         self._timer: asyncio.TimerHandle | None = None
         self._changed: asyncio.Event = asyncio.Event()
+
+    @property
+    def write_refusal(self) -> str:
+        """Why storage accepts no blocks although it works; empty if it has accepted the last ones."""
+        return self._refused.why
 
     @property
     def due(self) -> Mapping[bytes, None]:
@@ -194,6 +200,17 @@ class StorageLink:
         """Let storage forget all blocks whose keys have a prefix, as soon as it works; repeated until that succeeds."""
         self._forgets.add(prefix, tell)
 
+    def ask(self, request: Callable[[int], ReadRecord | WriteRecord], tell: Callable[[Done], None]) -> bool:
+        """Send a request about the record of generations; False if there is no process. `tell` is called at its end."""
+        if self._process is not None:
+            self._send(request(self._in_flight.next_number), tell)
+        return self._process is not None
+
+    def refuse(self, why: str) -> None:
+        """The backend that is open cannot be used by this daemon: end the process, and try again later."""
+        if self._process is not None:
+            self._process.refuse(why)
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -202,7 +219,7 @@ class StorageLink:
         try:
             self._process = StorageProcess(
                 self._config,
-                self._host_memory,
+                self._memory,
                 self._run_dir,
                 on_opened=self._on_opened,
                 on_reply=self._on_reply,
@@ -215,7 +232,7 @@ class StorageLink:
     def _on_opened(self, opened: Opened | NotOpened) -> None:
         self.is_misconfigured = isinstance(opened, NotOpened) and opened.is_misconfigured
         if isinstance(opened, Opened) and self.state is LinkState.STARTING:
-            self.usage = (opened.blocks, opened.size_bytes, opened.capacity_bytes)
+            self.usage, self.is_shared = (opened.blocks, opened.size_bytes, opened.capacity_bytes), opened.is_shared
             self.before_ready(partial(self._on_ready, self._process, opened))
 
     def _on_ready(self, process: StorageProcess | None, opened: Opened) -> None:
@@ -223,7 +240,7 @@ class StorageLink:
             return  # it died, or was detached, meanwhile
         _log.info("storage %s is ready, %d calls at a time", self._config.backend, opened.threads)
         self._go(LinkState.READY)
-        self._failures, self.write_refusal = 0, ""
+        self._failures, self._refused.why = 0, ""
         self._opened_s = self._loop.time()
         self._in_flight.turns = opened.threads
         self._watch()
@@ -241,8 +258,8 @@ class StorageLink:
             self._is_wanted = False
             self._start()
         self._tell(StorageLost())  # after the next start is planned: there is a next start even if `tell` raises
-        for each in lost:
-            if isinstance(each.request, Forget):  # the core has been told of the end of all others
+        for each in lost:  # the core has been told of the end of all others
+            if isinstance(each.request, Forget | ReadRecord | WriteRecord):
                 each.tell(Done(sequence=each.request.sequence, failed=True, error=f"the storage process {why}"))
 
     def _fall_back(self, why: str) -> None:
@@ -358,21 +375,8 @@ class StorageLink:
 
     def _backed_up(self, effect: StartBackup, done: Done) -> None:
         self.counters["written_blocks"] += done.written
-        self._note_refusal(done)
+        self._refused.note(done, self._loop.time())
         self._tell(BackupSettled(effect.transfer, done.count))
-
-    def _note_refusal(self, done: Done) -> None:
-        """Log that storage works but accepts no blocks, or accepts them again; not for each block."""
-        if done.failed or (not done.error and not done.written):
-            return
-        if done.error:
-            self.counters["refused_writes"] += 1
-            if self._loop.time() - self._refusal_told_s >= REFUSAL_LOG_S:
-                self._refusal_told_s = self._loop.time()
-                _log.warning("storage %s accepts no blocks: %s", self._config.backend, done.error)
-        elif self.write_refusal:
-            _log.info("storage %s accepts blocks again", self._config.backend)
-        self.write_refusal = done.error
 
     def _refuse(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
         match effect:

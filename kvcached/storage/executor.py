@@ -23,7 +23,19 @@ from kvcached.storage import frame
 from kvcached.storage.backend import STORED_KEY_BYTES, Block, Outcome, Result, Storage
 from kvcached.storage.canonical import Rearrangement
 from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind
-from kvcached.storage.messages import Backup, BlockFormat, Done, Fetch, Forget, Ping, Query, Request
+from kvcached.storage.messages import (
+    Backup,
+    BlockFormat,
+    Done,
+    Fetch,
+    Forget,
+    Ping,
+    Query,
+    ReadRecord,
+    Request,
+    WriteRecord,
+)
+from kvcached.storage.shared_records import SharedRecords
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES
@@ -63,12 +75,16 @@ class HostCopies:
         memory: the host pool.
         backend: the storage backend.
         timeout_s: how long one call of the backend may take.
+        records: carries out what is about the record of generations; None where nothing is.
     """
 
-    def __init__(self, memory: memoryview, backend: Storage, timeout_s: float) -> None:
+    def __init__(
+        self, memory: memoryview, backend: Storage, timeout_s: float, records: SharedRecords | None = None
+    ) -> None:
         self._memory = memory
         self._backend = backend
         self._timeout_s = timeout_s
+        self._records = records
 
     def carry_out(self, request: Request, progress: Callable[[], None] = lambda: None) -> Done:
         """Carry out a request. Never raises: an error of the backend is in the report.
@@ -98,6 +114,10 @@ class HostCopies:
             case Ping():
                 self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
                 return Done(sequence=request.sequence)
+            case ReadRecord() | WriteRecord():
+                if self._records is None:
+                    raise NotImplementedError("a record without memory for it")
+                return self._records.carry_out(request)
 
     def _find(self, request: Query, progress: Callable[[], None]) -> int:
         prefix, found = request.format.stored().prefix(), 0

@@ -38,6 +38,7 @@ from kvcached.storage.messages import (
     decode_request,
     encode,
 )
+from kvcached.storage.shared_records import SharedRecords
 from kvcached_client.blocks.mapping import map_sealed
 from kvcached_client.errors import KvcachedError
 
@@ -57,18 +58,19 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     connection = socket.socket(fileno=int(arguments[1]))
     connection.settimeout(None)
-    packet = wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)
+    packet = wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 2)
     if packet is None:
         return 0
     try:
         config = decode_config(packet.data)
-        memory = _map(packet.descriptors[0])
+        memory, record = map(_map, packet.descriptors)
         backend = _open(config)
     except (OSError, ValueError, StorageUnusable, KvcachedError) as error:  # msgspec.DecodeError is a ValueError
         _log.error("%s", error)
         _refuse(connection, error)
         return _EXIT_STARTUP
-    return serve(connection, HostCopies(memory, backend, config.timeout_s), backend, config.timeout_s)
+    copies = HostCopies(memory, backend, config.timeout_s, SharedRecords(record, backend, config.timeout_s))
+    return serve(connection, copies, backend, config.timeout_s)
 
 
 def _map(descriptor: int) -> memoryview:
@@ -132,6 +134,7 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage, timeo
         Opened(
             persistent=capabilities.persistent,
             threads=capabilities.threads,
+            is_shared=capabilities.is_shared,
             blocks=full.blocks,
             size_bytes=full.size_bytes,
             capacity_bytes=full.capacity_bytes,

@@ -2,10 +2,11 @@
 
 ::
 
-    daemon → StorageConfig + the host pool's memfd
+    daemon → StorageConfig + the host pool's memfd + memory for the record of generations
                                             storage process → Opened, or NotOpened, and it ends
     daemon → Query, Fetch, Backup, Forget, Ping …    storage process → one Done for each, in any order,
                                                      and Progress before that of a long one
+    daemon → ReadRecord, WriteRecord                 the same; one at a time, for they share the memory
 
 Sequence numbers pair them. The storage process touches the slots of a request until it has sent its `Done`, and no
 longer. When the connection closes it ends at once.
@@ -119,15 +120,32 @@ class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     sequence: _Count
 
 
+class ReadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="read_record"):
+    """Read the record of generations of a shared backend into its memory, if it is not of the version `known`."""
+
+    sequence: _Count
+    known: bytes
+
+
+class WriteRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="write_record"):
+    """Replace the record of version `after`, b"" for none, by the first bytes of the memory; read any other one."""
+
+    sequence: _Count
+    size_bytes: _Count
+    after: bytes
+
+
 class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="opened"):
     """The backend is open.
 
     Attributes:
+        is_shared: daemons of several machines use it, and it keeps their record of generations.
         blocks, size_bytes, capacity_bytes: how full it is; -1 where that is not known.
     """
 
     persistent: bool
     threads: int
+    is_shared: bool = False
     blocks: int = -1
     size_bytes: int = -1
     capacity_bytes: int = -1
@@ -156,8 +174,10 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         count: of a query, blocks found; of a fetch, leading good blocks; of a backup, leading blocks that storage has;
-            of `Forget`, blocks forgotten.
-        written: of a backup: blocks that were not there before.
+            of `Forget`, blocks forgotten; of a record, its bytes in the memory, 0 where it is of the known version,
+            was written, or is not there.
+        written: of a backup: blocks that were not there before; of `WriteRecord`, 1 if the record was replaced.
+        version: of the record that is there now; empty if there is none.
         wrong: of a fetch: blocks whose bytes were not those that were stored.
         failed: the backend failed, as opposed to not having something; the error says how.
         took_us: how long it took, from when it was begun.
@@ -168,6 +188,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     count: int = 0
     written: int = 0
     wrong: int = 0
+    version: bytes = b""
     failed: bool = False
     error: str = ""
     took_us: int = 0
@@ -176,7 +197,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     capacity_bytes: int = -1
 
 
-Request = Query | Fetch | Backup | Forget | Ping
+Request = Query | Fetch | Backup | Forget | Ping | ReadRecord | WriteRecord
 Report = Opened | NotOpened | Progress | Done
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=encode_ranges)

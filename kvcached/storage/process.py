@@ -31,7 +31,7 @@ class StorageProcess:
 
     Args:
         config: what it is told.
-        host_memory: descriptor of the host pool, which stays the caller's.
+        memory: descriptors of the host pool, and of memory for the record of generations. They stay the caller's.
         run_dir: where its log and its lock are.
         on_opened: called once, when the backend is open, or cannot be opened: then it ends.
         on_reply: called with each reply after that.
@@ -44,7 +44,7 @@ class StorageProcess:
     def __init__(
         self,
         config: StorageConfig,
-        host_memory: int,
+        memory: tuple[int, int],
         run_dir: Path,
         *,
         on_opened: Callable[[Opened | NotOpened], None],
@@ -59,7 +59,7 @@ class StorageProcess:
         self.child = ChildProcess(
             (*COMMAND, "{}"),
             encode(config),
-            (host_memory,),
+            memory,
             str(run_dir / LOCK_NAME),
             str(run_dir / LOG_NAME),
             decode_report,
@@ -75,6 +75,11 @@ class StorageProcess:
     def kill(self, reason: str) -> None:
         """End it by SIGKILL; `reason` says why in what `on_exit` is told. Does nothing when it has ended."""
         self._reason = self._reason or reason
+        self.child.kill(reason)
+
+    def refuse(self, reason: str) -> None:
+        """End it because its backend cannot be used; `reason` says why in what `on_exit` is told."""
+        self._refusal = reason
         self.child.kill(reason)
 
     async def stop(self, deadline_s: float) -> None:
@@ -97,7 +102,7 @@ class StorageProcess:
 
     def _ending(self) -> str:
         if self._refusal:
-            return f"cannot open its backend: {self._refusal}"
+            return f"cannot use its backend: {self._refusal}"
         how = self.child.ending()
         reason = f" ({self._reason})" if self._reason and self._reason not in how else ""
         # The last line that it logged, where that is about a start that failed.

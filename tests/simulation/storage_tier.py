@@ -46,7 +46,7 @@ class StorageOfDaemon:
             return
         config = StorageConfig(backend="simulated", settings={}, key_file="", timeout_s=TIMEOUT_S)
         self.link = StorageLink(
-            config, 0, Path(), self._daemon.cache.epoch, service.storage.format_of, service.on_event
+            config, (0, 0), Path(), self._daemon.cache.epoch, service.storage.format_of, service.on_event
         )
         service.storage.storage = StorageService(self.link, "simulated", spec.backup, _WAIT_MS, _WAIT_US_PER_TOKEN)
         keep_record(service, self.link, self._world.record.record, self._world.record, "engine")

@@ -31,7 +31,6 @@ from kvcached.storage.client import (
     HUNG_TIMEOUTS,
     LATE_TIMEOUTS,
     LONGEST_PAUSE_S,
-    REFUSAL_LOG_S,
     StorageLink,
 )
 from kvcached.storage.link_state import LinkState
@@ -47,6 +46,7 @@ from kvcached.storage.messages import (
     Request,
     StorageConfig,
 )
+from kvcached.storage.refused_writes import REFUSAL_LOG_S
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import TransferId
 from tests.virtual_time import VirtualTimeLoop
@@ -110,7 +110,7 @@ class Rig:
     def __init__(self, clock: VirtualTimeLoop) -> None:
         self.clock = clock
         self.events: list[StorageEvent] = []
-        self.link = StorageLink(CONFIG, -1, Path(), 1, lambda *_: KIND, self.events.append)
+        self.link = StorageLink(CONFIG, (-1, -1), Path(), 1, lambda *_: KIND, self.events.append)
         self.link.attach()
         self.process.open()
 
@@ -167,7 +167,7 @@ def test_attach_waits_for_the_process_before(monkeypatch: pytest.MonkeyPatch) ->
     events: list[StorageEvent] = []
 
     async def play() -> None:
-        storage = StorageLink(CONFIG, -1, Path(), 1, lambda *_: None, events.append)
+        storage = StorageLink(CONFIG, (-1, -1), Path(), 1, lambda *_: None, events.append)
         storage.attach()
         FakeProcess.made[0].open()
         detaching = asyncio.create_task(storage.detach(1.0))
@@ -241,7 +241,7 @@ def test_wait_for_storage_does_not_hide_why_it_is_not_there(monkeypatch: pytest.
     FakeProcess.made = []
 
     async def play() -> str:
-        storage = StorageLink(CONFIG, -1, Path(), 1, lambda *_: None, lambda _: None)
+        storage = StorageLink(CONFIG, (-1, -1), Path(), 1, lambda *_: None, lambda _: None)
         storage.attach()
         storage.why = "no such device"
         assert not await storage.started(0.001)

@@ -42,7 +42,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, then: Ca
         with (tmp_path / "memory").open("wb") as memory:
             started = StorageProcess(
                 CONFIG,
-                memory.fileno(),
+                (memory.fileno(), memory.fileno()),
                 tmp_path,
                 on_opened=lambda _: None,
                 on_reply=lambda _: None,
@@ -89,7 +89,7 @@ def test_process_that_ends_by_itself_is_not_killed(tmp_path: Path, monkeypatch: 
         with (tmp_path / "memory").open("wb") as memory:
             started = StorageProcess(
                 CONFIG,
-                memory.fileno(),
+                (memory.fileno(), memory.fileno()),
                 tmp_path,
                 on_opened=lambda _: None,
                 on_reply=lambda _: None,

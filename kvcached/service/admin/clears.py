@@ -299,17 +299,29 @@ class Clears:
         return clear
 
     def _follow_for_engines(self, storage_root: bytes, recorded: Edition) -> None:
-        """Give namespaces in offload mode the generation that another daemon has recorded, or one after it."""
+        """Give namespaces in offload mode the generation that another daemon has recorded, or one after it.
+
+        One that began while the record could not be read has the recorded one, also where that is the smaller number:
+        otherwise each daemon that starts before its storage would clear the namespace for all others.
+        """
         ours = self._cache.generations.editions.get(storage_root)
         if ours is None:
             self._cache.generations.replace(storage_root, storage_root, recorded)
             return
-        if recorded.generation <= ours.generation:
+        gives_way = self._gives_way(storage_root, ours)
+        if recorded.generation == ours.generation or (recorded.generation < ours.generation and not gives_way):
+            return
+        if gives_way:
+            self._enter_for_engines(storage_root, recorded.generation, "it is the recorded one")
             return
         generation = recorded.generation
         if not self._recorder.has_recorded(storage_root, ours):
             generation = self._cache.generations.fresh(generation)
         self._enter_for_engines(storage_root, generation, "another daemon has cleared them")
+
+    def _gives_way(self, root: bytes, ours: Edition) -> bool:
+        """Whether a generation of ours began because none was known, and nobody else knows of it."""
+        return root in self._cache.generations.provisional and not self._recorder.has_recorded(root, ours)
 
     def _enter_for_engines(self, storage_root: bytes, generation: int, why: str) -> None:
         """Clear the namespaces in offload mode of a storage root, which have this generation from then on."""
@@ -327,18 +339,20 @@ class Clears:
         replica, begun = self._replicas[target.replicas[0]], self._begun(target)
         ours = Edition(replica.generation, replica.weights_version)
         coming = ours if begun is None else Edition(begun.generation, begun.weights_version)
+        gives_way = begun is None and self._gives_way(replica.namespace, ours)
         later = [
             each
             for root, each in recorded.items()
-            if each.generation > coming.generation and replica.root_of(each.generation, each.weights_version) == root
+            if (each.generation > coming.generation or (gives_way and each != ours))
+            and replica.root_of(each.generation, each.weights_version) == root
         ]
         if not later:
             return
         edition = max(later)
-        if begun is not None or not self._recorder.has_recorded(replica.namespace, ours):
+        if not gives_way and (begun is not None or not self._recorder.has_recorded(replica.namespace, ours)):
             edition = coming._replace(generation=self._cache.generations.fresh(edition.generation))
         names = {"replicas": ", ".join(target.replicas), "generation": edition.generation}
-        _log.warning("another daemon has cleared %(replicas)s; generation %(generation)d follows", names)
+        _log.warning("another daemon has recorded %(replicas)s; generation %(generation)d follows", names)
         self._enter_for_replicas(target, begun, edition)
 
     def _begin_unknown(self, target: NamedNamespace) -> None:

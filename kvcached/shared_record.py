@@ -1,0 +1,158 @@
+"""The record of generations of storage that daemons of several machines share.
+
+The service keeps the record, and replaces it only by a record that was made from the one that is there. So two clears
+at the same time are both recorded. Each daemon looks at the record every few seconds, and clears what another one has
+cleared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from kvcached.config.tables import StorageLayout
+from kvcached.recovery.generations import Record, recorded_layout
+from kvcached.service.service import Service
+from kvcached.storage.client import StorageLink
+from kvcached.storage.forgets import FORGETS_DUE_MAX
+from kvcached.storage.link_state import LinkState
+from kvcached.storage.messages import Done
+from kvcached.storage.record_exchange import RecordExchange
+
+#: So long after a clear, other daemons may still be in the generation before it.
+FOLLOW_INTERVAL_S: Final = 5.0
+
+_log: Final = logging.getLogger(__name__)
+
+
+class SharedRecord:
+    """Follows the record while storage is open, and writes it: a `RecordWriter`.
+
+    Args:
+        service: what it clears, and where its record is kept up to date.
+        link: to the storage process.
+        exchange: reads and writes the record there.
+        layout: of storage, which all daemons that share it must have.
+        take_in: goes on where a record that was found ends: clears and forgets what it says.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        link: StorageLink,
+        exchange: RecordExchange,
+        layout: StorageLayout,
+        take_in: Callable[[Record], None],
+    ) -> None:
+        self._service = service
+        self._recorder = service.state_writer.recorder
+        self._link = link
+        self._exchange = exchange
+        self._layout = layout
+        self._take_in = take_in
+        self._version = b""  #: of the record that was last read or written; empty = there was none
+        self._record = Record()  #: that one
+        self._ours: set[bytes] = set()  #: prefixes of it that this daemon has to forget, or has forgotten
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expect(self) -> None:
+        """Storage will turn out to be shared: no clear is answered before it is recorded there."""
+        self._recorder.forgets = self._forgets
+        self._recorder.use(self, self._layout)
+
+    def begin(self, go_on: Callable[[], None]) -> None:
+        """Storage is open: follow its record, if it keeps one, and call `go_on`. If it cannot be followed, end it."""
+        if not self._link.is_shared:
+            go_on()
+            return
+        self.expect()
+        self._exchange.read(b"", partial(self._opened, go_on))
+
+    def write(self, record: Record, done: Callable[[str], None]) -> None:
+        """Replace the record, if no other daemon has replaced it since it was read; else follow that one first."""
+        self._ours.update(self._link.due)
+        if self._version and _same(record, self._record):
+            self._loop.call_soon(done, "")
+            return
+        self._exchange.write(msgspec.json.encode(record), self._version, partial(self._written, record, done))
+
+    def close(self) -> None:
+        """Follow it no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _opened(self, go_on: Callable[[], None], done: Done, data: bytes) -> None:
+        if done.failed:
+            self._link.refuse(f"the record of generations cannot be read: {done.error}")
+        elif self._follow(done, data, self._take_in):
+            _log.info("storage is shared: its record names %d namespaces", len(self._record.editions))
+            self._look_later()
+            go_on()
+
+    def _look_later(self) -> None:
+        self.close()
+        self._timer = self._loop.call_later(FOLLOW_INTERVAL_S, self._look)
+
+    def _look(self) -> None:
+        if self._link.state in {LinkState.DETACHED, LinkState.STARTING, LinkState.WAITING}:
+            return  # it is read when storage is open again
+        self._exchange.read(self._version, self._seen)
+
+    def _seen(self, done: Done, data: bytes) -> None:
+        self._look_later()
+        if done.failed or (done.version == self._version and not done.count):
+            return
+        if self._follow(done, data, self._recorder.found) and not self._version:
+            self._recorder.open()  # it is gone: write it anew
+
+    def _written(self, record: Record, done: Callable[[str], None], end: Done, data: bytes) -> None:
+        if end.failed:
+            done(end.error)
+        elif end.written:
+            self._version, self._record = end.version, record
+            done("")
+        elif self._follow(end, data, self._recorder.found):
+            self._recorder.overtaken()
+        else:
+            done("the record that is there cannot be followed")
+
+    def _follow(self, done: Done, data: bytes, take_in: Callable[[Record], None]) -> bool:
+        """Clear what the record that is there says, which is of a version of its own; False if it cannot be read."""
+        if not done.version:
+            self._version, self._record = b"", Record()
+            if self._link.usage[0]:  # what other daemons have cleared is not known, and blocks may be there
+                self._service.clears.lose_record()
+            return True
+        try:
+            record = _decoded(data, self._layout)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._link.refuse(f"the record of generations cannot be followed: {error}")
+            return False
+        self._version, self._record = done.version, record
+        self._service.clears.follow(record.by_root())
+        take_in(record)
+        self._ours &= {*self._link.due, *map(bytes.fromhex, record.forgets)}
+        return True
+
+    def _forgets(self) -> Collection[bytes]:
+        """What this daemon has to forget, behind what others have: they forget it, unless they end before that."""
+        others = (bytes.fromhex(each) for each in self._record.forgets)
+        due = self._link.due
+        return [each for each in others if each not in self._ours and each not in due][-FORGETS_DUE_MAX:] + list(due)
+
+
+def _decoded(data: bytes, layout: StorageLayout) -> Record:
+    record = msgspec.json.decode(data, type=Record)
+    if record.layout != recorded_layout(layout):
+        raise ValueError("blocks there have another layout; give all daemons that share it the same [storage] layout")
+    return record
+
+
+def _same(record: Record, other: Record) -> bool:
+    return record.by_root() == other.by_root() and set(record.forgets) == set(other.forgets)
