@@ -106,10 +106,12 @@ class SharedRecord:
 
     def _seen(self, done: Done, data: bytes) -> None:
         self._look_later()
-        if done.failed or (done.version == self._version and not done.count):
+        if done.failed:
             return
-        if self._follow(done, data, self._recorder.found) and not self._version:
-            self._recorder.open()  # it is gone: write it anew
+        if done.version == self._version and not done.count:
+            self._recorder.again()  # if the last write has failed
+        elif self._follow(done, data, self._recorder.found):
+            self._recorder.open()  # what this daemon knows and the record lacks is written
 
     def _written(self, record: Record, done: Callable[[str], None], end: Done, data: bytes) -> None:
         if end.failed:
@@ -127,13 +129,16 @@ class SharedRecord:
         if not done.version:
             self._version, self._record = b"", Record()
             if self._link.usage[0]:  # what other daemons have cleared is not known, and blocks may be there
-                self._service.clears.lose_record()
+                self._service.clears.lose_record(is_shared=True)
             return True
         try:
             record = _decoded(data, self._layout)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._link.refuse(f"the record of generations cannot be followed: {error}")
             return False
+        if _is_before(record, self._record):
+            # It was lost, and another daemon, which did not know it, has begun a new one.
+            self._service.clears.lose_record(is_shared=True)
         self._version, self._record = done.version, record
         self._service.clears.follow(record.by_root())
         take_in(record)
@@ -152,6 +157,14 @@ def _decoded(data: bytes, layout: StorageLayout) -> Record:
     if record.layout != recorded_layout(layout):
         raise ValueError("blocks there have another layout; give all daemons that share it the same [storage] layout")
     return record
+
+
+def _is_before(record: Record, known: Record) -> bool:
+    """Whether a record has an earlier generation of a namespace than one that was there before it."""
+    editions = record.by_root()
+    return any(
+        root in editions and editions[root].generation < each.generation for root, each in known.by_root().items()
+    )
 
 
 def _same(record: Record, other: Record) -> bool:

@@ -26,11 +26,12 @@ assert SEALED_BYTES + (1 + SHARDS_MAX) * _PROOF_BYTES <= FRAME_BYTES  # noqa: S1
 
 
 class BlockCipher:
-    """Names and values under one key of 32 bytes."""
+    """Names, values and the record of generations under one key of 32 bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._naming = _derived(key, b"kvcached storage names 1")
         self._bytes = AES(_derived(key, b"kvcached storage bytes 1"))
+        self._record = AES(_derived(key, b"kvcached storage record 1"))
 
     def prefix(self, prefix: bytes) -> bytes:
         """The encrypted name of a prefix of keys: 16 bytes."""
@@ -65,6 +66,24 @@ class BlockCipher:
                 return False
         into[0][SEALED_BYTES:] = bytes(FRAME_BYTES - SEALED_BYTES)
         return True
+
+    def encrypt_record(self, plain: bytes) -> bytes:
+        """The record of generations, encrypted: nonce, bytes, proof."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        encryptor = Cipher(self._record, GCM(nonce)).encryptor()
+        return nonce + encryptor.update(plain) + encryptor.finalize() + encryptor.tag
+
+    def decrypt_record(self, encrypted: bytes) -> bytes | None:
+        """The record; None if it was not encrypted under this key."""
+        if len(encrypted) < _PROOF_BYTES:
+            return None
+        tag_at = len(encrypted) - (_PROOF_BYTES - _NONCE_BYTES)
+        nonce, tag = encrypted[:_NONCE_BYTES], encrypted[tag_at:]
+        decryptor = Cipher(self._record, GCM(nonce, tag)).decryptor()
+        try:
+            return decryptor.update(encrypted[_NONCE_BYTES:tag_at]) + decryptor.finalize()
+        except InvalidTag:
+            return None
 
 
 def _pieces(source: Sequence[memoryview], target: Sequence[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:

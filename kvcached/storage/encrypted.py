@@ -25,6 +25,7 @@ from kvcached.storage.backend import (
     StorageMisconfigured,
     StorageUnusable,
     Usage,
+    VersionedRecord,
 )
 from kvcached.storage.frame import FRAME_BYTES, SHARDS_MAX
 from kvcached_client.protocol.key_files import is_private
@@ -157,6 +158,25 @@ class EncryptedStorage(Storage):
     def usage(self) -> Usage:
         """As inside."""
         return self._inner.usage()
+
+    def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
+        """Read and decrypt the record.
+
+        Raises:
+            StorageUnusable: it is not encrypted with this key.
+            Exception: the inner backend cannot read it.
+        """
+        record = self._inner.read_record(timeout_s=timeout_s)
+        if record is None:
+            return None
+        data = self._cipher.decrypt_record(record.data)
+        if data is None:
+            raise StorageUnusable("it is not encrypted with this key; give all daemons that share it the same key_file")
+        return record._replace(data=data)
+
+    def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
+        """Encrypt the record and replace it as the inner backend does."""
+        return self._inner.write_record(self._cipher.encrypt_record(data), after, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the inner backend, too."""

@@ -197,19 +197,19 @@ class Clears:
             self._follow_for_replicas(target, recorded)
         self._carry_out()
 
-    def lose_record(self) -> None:
+    def lose_record(self, *, is_shared: bool = False) -> None:
         """Nobody can tell what another daemon has cleared while it had storage: its record is lost.
 
         Each namespace begins a generation that it never had before. One whose generation only this daemon knows stays
-        in it: storage has nothing of that.
+        in it: storage has nothing of that. But a clear by a daemon that shares storage is of memory here as well.
         """
         replicas = {each.namespace for each in self._replicas.values()}
         generations = self._cache.generations
         for root, edition in list(generations.editions.items()):
-            if root not in replicas and self._recorder.may_be_known(root, edition):
+            if root not in replicas and (is_shared or self._recorder.may_be_known(root, edition)):
                 self._enter_for_engines(root, generations.fresh(edition.generation), "the record is lost")
         for target in self._targets():
-            self._begin_unknown(target)
+            self._begin_unknown(target, is_shared=is_shared)
         self._carry_out()
 
     def _targets(self) -> list[NamedNamespace]:
@@ -308,20 +308,23 @@ class Clears:
         if ours is None:
             self._cache.generations.replace(storage_root, storage_root, recorded)
             return
-        gives_way = self._gives_way(storage_root, ours)
-        if recorded.generation == ours.generation or (recorded.generation < ours.generation and not gives_way):
-            return
-        if gives_way:
-            self._enter_for_engines(storage_root, recorded.generation, "it is the recorded one")
-            return
-        generation = recorded.generation
-        if not self._recorder.has_recorded(storage_root, ours):
-            generation = self._cache.generations.fresh(generation)
-        self._enter_for_engines(storage_root, generation, "another daemon has cleared them")
+        generation = self._followed(storage_root, ours, storage_root, recorded)
+        if generation != ours.generation:
+            self._enter_for_engines(storage_root, generation, "another daemon has recorded it, or one before it")
 
-    def _gives_way(self, root: bytes, ours: Edition) -> bool:
-        """Whether a generation of ours began because none was known, and nobody else knows of it."""
-        return root in self._cache.generations.provisional and not self._recorder.has_recorded(root, ours)
+    def _followed(self, root: bytes, ours: Edition, recorded_root: bytes, recorded: Edition) -> int:
+        """The generation that follows for a namespace of ours, which the record has, maybe by another root.
+
+        It is the recorded one, or ours where this daemon has begun that after the recorded one. Where neither daemon
+        can have known of the other's clear, each generation may have blocks from before one of them: then it is new.
+        """
+        if self._recorder.has_recorded(root, ours):
+            return max(ours.generation, recorded.generation)
+        if root in self._cache.generations.provisional:  # ours began because none was known, and nobody knows of it
+            return recorded.generation
+        if recorded.generation == ours.generation or self._recorder.has_recorded(recorded_root, recorded):
+            return ours.generation
+        return self._cache.generations.fresh(max(ours.generation, recorded.generation))
 
     def _enter_for_engines(self, storage_root: bytes, generation: int, why: str) -> None:
         """Clear the namespaces in offload mode of a storage root, which have this generation from then on."""
@@ -339,27 +342,28 @@ class Clears:
         replica, begun = self._replicas[target.replicas[0]], self._begun(target)
         ours = Edition(replica.generation, replica.weights_version)
         coming = ours if begun is None else Edition(begun.generation, begun.weights_version)
-        gives_way = begun is None and self._gives_way(replica.namespace, ours)
-        later = [
-            each
-            for root, each in recorded.items()
-            if (each.generation > coming.generation or (gives_way and each != ours))
-            and replica.root_of(each.generation, each.weights_version) == root
-        ]
-        if not later:
+        its = [each for root, each in recorded.items() if replica.root_of(*each) == root]
+        if not its:
             return
-        edition = max(later)
-        if not gives_way and (begun is not None or not self._recorder.has_recorded(replica.namespace, ours)):
-            edition = coming._replace(generation=self._cache.generations.fresh(edition.generation))
+        edition = max(its)
+        if begun is None:
+            generation = self._followed(replica.namespace, ours, replica.root_of(*edition), edition)
+        else:
+            known = self._recorder.has_recorded(replica.root_of(*edition), edition)
+            generation = coming.generation if known else self._cache.generations.fresh(edition.generation)
+        if generation == coming.generation:
+            return
+        if generation != edition.generation:
+            edition = coming._replace(generation=generation)
         names = {"replicas": ", ".join(target.replicas), "generation": edition.generation}
         _log.warning("another daemon has recorded %(replicas)s; generation %(generation)d follows", names)
         self._enter_for_replicas(target, begun, edition)
 
-    def _begin_unknown(self, target: NamedNamespace) -> None:
+    def _begin_unknown(self, target: NamedNamespace, *, is_shared: bool) -> None:
         """Give a namespace of replicas a generation that no other daemon knows; a clear under way ends in it."""
         replica, begun = self._replicas[target.replicas[0]], self._begun(target)
         ours = Edition(replica.generation, replica.weights_version)
-        if begun is None and not self._recorder.may_be_known(replica.namespace, ours):
+        if begun is None and not is_shared and not self._recorder.may_be_known(replica.namespace, ours):
             return
         coming = ours if begun is None else Edition(begun.generation, begun.weights_version)
         edition = coming._replace(generation=self._cache.generations.fresh(coming.generation))
