@@ -16,6 +16,7 @@ from kvcached.recovery.recorder import Recorder
 from kvcached.service.admin.clears import Clears
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.storage_verbs import StorageVerbs
+from kvcached.shared_record import SharedRecord
 from kvcached.storage import cipher, executor, frame
 from kvcached.storage.canonical import Rearrangement
 from kvcached.storage.client import StorageLink
@@ -121,7 +122,42 @@ def prefix_requested_again_at_each_opening(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/service/test_followed_clears.py::test_clear_of_both_daemons_begins_a_generation_of_neither")
 def clear_of_both_daemons_taken_for_the_other_ones(patch: pytest.MonkeyPatch) -> None:
     """What another daemon stored before a clear that could not be recorded here is found after it."""
-    rewrite(patch, Clears._follow_for_engines, "self._recorder.has_recorded(storage_root, ours)", "True")
+    rewrite(patch, Clears._followed, "self._recorder.has_recorded(root, ours)", "True")
+
+
+@caught_by("tests/service/test_shared_record.py::test_daemon_that_starts_before_its_storage_clears_nobody")
+def generation_from_before_the_record_holds(patch: pytest.MonkeyPatch) -> None:
+    """A daemon that starts before its network clears the namespace on all machines."""
+    rewrite(patch, Clears._followed, "root in self._cache.generations.provisional", "False")
+
+
+@caught_by("tests/service/test_shared_record.py::test_daemons_agree_and_nothing_cleared_comes_back")
+def larger_number_hides_a_clear(patch: pytest.MonkeyPatch) -> None:
+    """What a daemon has in memory outlives a clear of another one, because it has a larger number of its own."""
+    rewrite(
+        patch,
+        Clears._followed,
+        "recorded.generation == ours.generation",
+        "recorded.generation <= ours.generation",
+    )
+
+
+@caught_by("tests/service/test_shared_record.py::test_daemons_agree_and_nothing_cleared_comes_back")
+def overtaken_record_is_not_followed(patch: pytest.MonkeyPatch) -> None:
+    """A daemon that another one has overtaken writes its own record over that one's clear."""
+    rewrite(patch, SharedRecord._follow, "self._service.clears.follow(record.by_root())", "pass")
+
+
+@caught_by("tests/service/test_shared_record.py::test_what_another_daemon_has_to_forget_stays_in_the_record")
+def what_others_have_to_forget_leaves_the_record(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that a daemon has cleared and not yet deleted stay in the service for ever when it dies."""
+    rewrite(patch, SharedRecord._forgets, "each not in self._ours", "False")
+
+
+@caught_by("tests/service/test_shared_record.py::test_clear_while_the_service_is_away_is_recorded_when_it_is_back")
+def failed_write_is_not_repeated(patch: pytest.MonkeyPatch) -> None:
+    """A clear that could not be recorded is never recorded, though the service is back."""
+    rewrite(patch, SharedRecord._seen, "self._recorder.again()", "pass")
 
 
 @caught_by("tests/core/test_generations.py::test_number_of_another_daemon_is_left_behind")

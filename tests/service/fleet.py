@@ -110,7 +110,7 @@ class Node:
     def __init__(self, shelf: FakeShelf, loop: VirtualTimeLoop, first: int, generations: Any = None) -> None:
         self.shelf, self.loop = shelf, loop
         self.office = OffloadOffice()
-        Generations.__init__(self.office.cache.generations, first, generations)
+        Generations.__init__(self.office.cache.generations, first, generations, [b"n" * 32])  # of the replica, too
         self.exchange = RecordExchange()
         self.link = FakeLink(shelf, self.exchange, loop)
         self.exchange.use(self.link)

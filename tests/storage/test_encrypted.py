@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvcached.storage import encrypted
-from kvcached.storage.backend import ABSENT, DONE, Block, Result, StorageUnusable
+from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Result, StorageUnusable, VersionedRecord
 from kvcached.storage.encrypted import EncryptedStorage, read_secret
+from tests.service.fleet import FakeShelf
 from tests.storage.disks import flip, opened, put
 from tests.storage.fault import Fault, FaultStorage
 from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, kind, name, stored
@@ -242,3 +243,25 @@ def test_what_is_advised_never_overwrites_a_key(tmp_path: Path, monkeypatch: pyt
 
 def _denied(path: Path, *_: object) -> int:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+def test_record_of_generations_is_encrypted_with_the_blocks() -> None:
+    """The service sees no names of namespaces, each write is other bytes, and another key is told from damage."""
+    shelf: Any = FakeShelf()
+    shelf.capabilities = Capabilities(is_shared=True)
+    storage, other = EncryptedStorage(shelf, bytes(32)), EncryptedStorage(shelf, bytes(31) + b"1")
+    record = b"generation of a namespace"
+    first = storage.write_record(record, b"", timeout_s=TIMEOUT_S)
+    assert first
+    before = shelf.record.data
+    second = storage.write_record(record, first, timeout_s=TIMEOUT_S)
+    assert second
+
+    assert record not in before
+    assert before != shelf.record.data
+    assert storage.read_record(timeout_s=TIMEOUT_S) == VersionedRecord(record, second)
+    with pytest.raises(StorageUnusable, match="same key_file"):
+        other.read_record(timeout_s=TIMEOUT_S)
+    shelf.record = VersionedRecord(b"plain", second)
+    with pytest.raises(StorageUnusable, match="same key_file"):
+        storage.read_record(timeout_s=TIMEOUT_S)

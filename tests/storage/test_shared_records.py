@@ -1,0 +1,126 @@
+"""The record of generations on its way between the daemon and a shared backend."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, VersionedRecord
+from kvcached.storage.messages import Done, ReadRecord, WriteRecord
+from kvcached.storage.record_exchange import RecordExchange
+from kvcached.storage.shared_records import VERSION_BYTES_MAX, SharedRecords
+from tests.service.fleet import FakeShelf
+
+READ = ReadRecord(sequence=1, known=b"")
+
+
+class Rig:
+    """The storage process's side at a service, with its memory."""
+
+    def __init__(self) -> None:
+        self.shelf = FakeShelf()
+        self.memory = memoryview(bytearray(SHARED_RECORD_BYTES_MAX))
+        self.records = SharedRecords(self.memory, self.shelf, 1.0)  # type: ignore[arg-type]
+
+    def write(self, data: bytes, after: bytes) -> Done:
+        self.memory[: len(data)] = data
+        return self.records.carry_out(WriteRecord(sequence=1, size_bytes=len(data), after=after))
+
+
+def test_record_is_read_once() -> None:
+    """Its bytes are copied into the memory, and not again for who knows its version."""
+    rig = Rig()
+    version = rig.write(b"a record", b"").version
+    rig.memory[:8] = bytes(8)
+    done = rig.records.carry_out(READ)
+    assert (done.count, done.version, bytes(rig.memory[:8])) == (8, version, b"a record")
+    rig.memory[:8] = bytes(8)
+    done = rig.records.carry_out(ReadRecord(sequence=1, known=version))
+
+    assert (done.count, done.version, bytes(rig.memory[:8])) == (0, version, bytes(8))
+
+
+def test_who_was_overtaken_gets_the_other_record() -> None:
+    """Nothing is written, and what is there comes with the same answer."""
+    rig = Rig()
+    version = rig.write(b"the first", b"").version
+    done = rig.write(b"the other", b"")
+
+    assert (done.written, done.version, bytes(rig.memory[: done.count])) == (0, version, b"the first")
+
+
+def test_no_record_has_no_version() -> None:
+    """A service without a record says so, also to who wants to replace one."""
+    rig = Rig()
+
+    assert (rig.records.carry_out(READ).version, rig.write(b"x", b"gone").version) == (b"", b"")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        VersionedRecord(bytes(SHARED_RECORD_BYTES_MAX + 1), b"1"),
+        VersionedRecord(b"x", b""),
+        VersionedRecord(b"x", bytes(VERSION_BYTES_MAX + 1)),
+    ],
+    ids=["too large", "without a version", "of a version that fits into no message"],
+)
+def test_what_is_no_record_is_refused(record: VersionedRecord) -> None:
+    """A backend may return anything: it is an error of the call, and nothing is written into the memory."""
+    rig = Rig()
+    rig.shelf.record = record
+
+    with pytest.raises(ValueError, match=r"of \d+ bytes"):
+        rig.records.carry_out(READ)
+    assert bytes(rig.memory) == bytes(SHARED_RECORD_BYTES_MAX)
+
+
+class Wire:
+    """A link that answers when a test says so."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+        self.asked: deque[tuple[ReadRecord | WriteRecord, Callable[[Done], None]]] = deque()
+
+    def ask(self, request: Callable[[int], ReadRecord | WriteRecord], tell: Callable[[Done], None]) -> bool:
+        if self.is_there:
+            self.asked.append((request(7), tell))
+        return self.is_there
+
+    def answer(self, done: Done) -> None:
+        _, tell = self.asked.popleft()
+        tell(done)
+
+
+def test_requests_share_the_memory_one_after_the_other() -> None:
+    """What is to be written is put there when the answer to the request before it was taken out."""
+    exchange, wire = RecordExchange(), Wire()
+    exchange.use(wire)
+    told: list[bytes] = []
+    exchange.read(b"", lambda _, data: told.append(data))
+    exchange.write(b"new", b"1", lambda _, data: told.append(data))
+    assert len(wire.asked) == 1
+    exchange._mapped[:3] = b"old"
+    wire.answer(Done(sequence=7, count=3, version=b"1"))
+    ((request, _),) = wire.asked
+
+    assert (told, request) == ([b"old"], WriteRecord(sequence=7, size_bytes=3, after=b"1"))
+    assert exchange._mapped[:3] == b"new"
+    wire.answer(Done(sequence=7, written=1, version=b"2"))
+    assert told == [b"old", b""]
+    exchange.close()
+
+
+def test_requests_fail_while_there_is_no_process() -> None:
+    """Each is told so at once, and the next one is made."""
+    exchange, wire = RecordExchange(), Wire()
+    exchange.use(wire)
+    wire.is_there = False
+    told: list[Done] = []
+    exchange.read(b"", lambda done, _: told.append(done))
+    exchange.write(b"new", b"", lambda done, _: told.append(done))
+
+    assert [each.error for each in told] == ["storage is not open"] * 2
+    exchange.close()
