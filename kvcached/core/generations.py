@@ -86,6 +86,11 @@ class Generations:
         self._put(root, edition)
         self.version += 1
 
+    def leave(self, root: bytes) -> None:
+        """A namespace will have another root in a moment: nobody is to go on with the edition of this one."""
+        if self._editions.pop(root, None) is not None:
+            self.version += 1
+
     def fresh(self, before: int) -> int:
         """A number for the generation after `before`, used by no namespace so far.
 

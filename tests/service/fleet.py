@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvcached.core.generations import Generations
+from kvcached.core.generations import Edition, Generations
 from kvcached.core.messages import StorageLost, StorageReady
 from kvcached.recovery.generations import Record
 from kvcached.service.storage_verbs import StorageService
@@ -21,7 +21,7 @@ from kvcached.storage.record_exchange import RecordExchange
 from kvcached.storage.shared_records import SharedRecords
 from kvcached.storage_start import _take_in, keep_record
 from kvcached_client.protocol import engine as wire
-from tests.service.office import FakePeer
+from tests.service.office import FakePeer, root_of
 from tests.service.offload_office import OffloadOffice
 from tests.virtual_time import VirtualTimeLoop
 
@@ -109,8 +109,11 @@ class Node:
 
     def __init__(self, shelf: FakeShelf, loop: VirtualTimeLoop, first: int, generations: Any = None) -> None:
         self.shelf, self.loop = shelf, loop
-        self.office = OffloadOffice()
-        Generations.__init__(self.office.cache.generations, first, generations, [b"n" * 32])  # of the replica, too
+        self.office = OffloadOffice(generation=first)
+        root = root_of(first, "")  # of the replica: each daemon begins it anew
+        Generations.__init__(
+            self.office.cache.generations, first + 1, {**(generations or {}), root: Edition(first)}, [root]
+        )
         self.exchange = RecordExchange()
         self.link = FakeLink(shelf, self.exchange, loop)
         self.exchange.use(self.link)
@@ -152,11 +155,16 @@ class Node:
         """Of the namespace."""
         return self.office.cache.offload.namespaces.by_root[self.engine().namespace].generation
 
-    def clear(self) -> list[wire.Header]:
-        """An administrator clears the namespace; the answers, once there are any."""
+    def replica(self) -> int:
+        """The generation of replica `a`, which all nodes have, too."""
+        description = self.office.expect(wire.Description, wire.Describe(id=self.office.next_id()))
+        return description.replicas[0].generation
+
+    def clear(self, target: str = "tiny") -> list[wire.Header]:
+        """An administrator clears a namespace; the answers, once there are any."""
         self.engine()
         answers: list[wire.Header] = []
-        request = wire.ClearNamespace(id=self.office.next_id(), target="tiny")
+        request = wire.ClearNamespace(id=self.office.next_id(), target=target)
         self.office.service.submit(b"people", request, [], lambda answer: answers.append(answer.header))
         return answers
 

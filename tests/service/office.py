@@ -177,13 +177,15 @@ class Office:
         headers: Headers | None = None,
         known_blocks_min: int = wire.KNOWN_BLOCKS_MIN,
         has_canonical_storage: bool = False,
+        generation: int = 0,
     ) -> None:
         names = names or ("a",)
+        namespace = root_of(generation, "") if generation else b"n" * 32
         self.workers = {name: FakeWorkers() for name in names}
         self.holders = {name: FakeHolder() for name in names}
         self.cache = Cache(
             [
-                PoolSpec(name, b"n" * 32, 4, SLOTS, shards=LAYOUT.shards, host_slots_per_slab=8 if host_slabs else 0)
+                PoolSpec(name, namespace, 4, SLOTS, shards=LAYOUT.shards, host_slots_per_slab=8 if host_slabs else 0)
                 for name in names
             ],
             epoch=EPOCH,
@@ -199,8 +201,8 @@ class Office:
                 key_algorithm="blake3",
                 layout=LAYOUT,
                 slots=SLOTS,
-                namespace=b"n" * 32,
-                generation=0,
+                namespace=namespace,
+                generation=generation,
                 workers=self.workers[name],
                 holder=self.holders[name],
                 root_of=root_of,

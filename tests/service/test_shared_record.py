@@ -9,11 +9,13 @@ from contextlib import closing
 import pytest
 
 from kvcached.core.generations import RANDOM_BITS, Edition
+from kvcached.core.messages import Ticked
 from kvcached.recovery.generations import Record
 from kvcached.shared_record import FOLLOW_INTERVAL_S
 from kvcached.storage.link_state import LinkState
 from kvcached_client.protocol import engine as wire
 from tests.service.fleet import FakeShelf, Node, recorded
+from tests.service.office import root_of
 from tests.virtual_time import VirtualTimeLoop
 
 #: Each daemon begins with numbers of its own, later ones with larger ones. Where two end with nearly the same random
@@ -56,10 +58,20 @@ class Fleet:
 
     def settle(self) -> None:
         """Every daemon has followed, and what that changed is recorded and followed."""
-        self.loop.pass_s(4 * FOLLOW_INTERVAL_S)
+        for _ in range(6):
+            self.loop.pass_s(FOLLOW_INTERVAL_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """Clears of replicas end with an event. No time passes for their sessions."""
+        for node in self.nodes:
+            node.office.service.on_event(Ticked(1))
 
     def generations(self) -> set[int]:
         return {node.generation() for node in self.nodes}
+
+    def replicas(self) -> set[int]:
+        return {node.replica() for node in self.nodes}
 
     def recorded(self) -> int:
         """The generation of the engines' namespace in the record."""
@@ -313,17 +325,17 @@ class Turmoil:
     """What happens to a fleet, by a seed."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
-        self.fleet, self.truth, self.chance = fleet, Truth(), random.Random(seed)
+        self.fleet, self.chance = fleet, random.Random(seed)
+        self.truth, self.of_replica = Truth(), Truth()
         for _ in range(3):
             self._start()
 
     def step(self) -> None:
         """Something happens to a daemon or to the service, and some time passes."""
         node, shelf = self.chance.choice(self.fleet.nodes), self.fleet.shelf
-        match self.chance.randrange(8):
+        match self.chance.randrange(9):
             case 0 | 1:
-                alive = self.fleet.generations() | {each.generation for each in _editions(self.fleet)}
-                self.truth.cleared(node.clear(), alive)
+                self.truth.cleared(node.clear(), self.fleet.generations() | _recorded(self.fleet, of_replica=False))
             case 2:
                 shelf.is_away = self.chance.random() < 0.5
             case 3:
@@ -336,8 +348,11 @@ class Turmoil:
                     node.open()
             case 6:
                 self._restart(node)
+            case 7:
+                self.of_replica.cleared(node.clear("a"), self.fleet.replicas() | _recorded(self.fleet, of_replica=True))
         self.fleet.loop.pass_s(self.chance.choice([0.0, 0.005, 0.02, 1.0, FOLLOW_INTERVAL_S]))
-        self.truth.look()
+        self.fleet.tick()
+        self._look()
 
     def end(self) -> None:
         """All is well again, for long enough."""
@@ -347,14 +362,19 @@ class Turmoil:
                 node.lose()
                 node.open()
         self.fleet.settle()
+        self._look()
+
+    def _look(self) -> None:
         self.truth.look()
+        self.of_replica.look()
 
     def _start(self, editions: Mapping[bytes, Edition] | None = None) -> None:
         self.fleet.node(is_open=self.chance.random() < 0.7, editions=editions).engine()
 
     def _restart(self, node: Node) -> None:
-        """With the ledger of the daemon before, or without it."""
-        editions = dict(node.office.cache.generations.editions) if self.chance.random() < 0.5 else None
+        """With what the ledger of the daemon before says of the engines' namespace, or without it."""
+        root, known = node.engine().namespace, node.office.cache.generations.editions
+        editions = {root: known[root]} if self.chance.random() < 0.5 else None
         node.lose()
         self.fleet.loop.pass_s(0.1)
         self.fleet.nodes.remove(node)
@@ -370,14 +390,18 @@ def test_daemons_agree_and_nothing_cleared_comes_back(fleet: Fleet, seed: int) -
         turmoil.step()
     turmoil.end()
 
-    (generation,) = fleet.generations()
+    (generation,), (of_replica,) = fleet.generations(), fleet.replicas()
     assert generation == fleet.recorded()
     assert generation not in turmoil.truth.dead
+    assert of_replica not in turmoil.of_replica.dead
 
 
-def _editions(fleet: Fleet) -> tuple[Edition, ...]:
+def _recorded(fleet: Fleet, *, of_replica: bool) -> set[int]:
+    """The generations in the record, of the replica or of the engines."""
     record = Record() if fleet.shelf.record is None else recorded(fleet.shelf)
-    return tuple(record.by_root().values())
+    return {
+        edition.generation for root, edition in record.by_root().items() if (root == root_of(*edition)) == of_replica
+    }
 
 
 def test_shelf_refuses_what_was_overtaken() -> None:

@@ -23,7 +23,8 @@ from kvcached.core.transfers.worker_copies import WorkerCopies
 from kvcached.memory.host_pool import HostHeaders
 from kvcached.recovery import takeover
 from kvcached.service import state_writer
-from kvcached.service.admin.clears import Clears, _Clear
+from kvcached.service.admin.clear import Clear
+from kvcached.service.admin.clears import Clears
 from kvcached.service.admin.verbs import AdminVerbs
 from kvcached.service.admission import Admission
 from kvcached.service.kept_answers import KeptAnswers
@@ -177,9 +178,9 @@ def _renewal_not_written(patch: pytest.MonkeyPatch) -> None:
 def _cleared_in_name_only(patch: pytest.MonkeyPatch) -> None:
     """The namespace of engines that people clear is written down with a new generation, and goes on in the old one."""
 
-    def of_engines(self: Clears, target: NamedNamespace) -> _Clear:
+    def of_engines(self: Clears, target: NamedNamespace) -> Clear:
         generation = self._cache.generations.renew(target.root)
-        return self._done(_Clear((), generation, "", target.root, target.label, 0))
+        return self._done(Clear((), generation, "", target.root, target.label, 0))
 
     patch.setattr(Clears, "_of_engines", of_engines)
 

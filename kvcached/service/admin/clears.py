@@ -8,15 +8,15 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 
 from kvcached.core.cache import Cache
 from kvcached.core.generations import Edition
 from kvcached.core.messages import ClearingEnded
 from kvcached.core.namespaces import Namespace
 from kvcached.recovery.recorder import Recorder
+from kvcached.service.admin.clear import Clear, ClearRequest
 from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.replica import (
     NAMESPACE_SHOWN_BYTES,
@@ -34,48 +34,7 @@ from kvcached_client.types import SessionId
 #: Clears whose outcome is kept for retries, the latest of all connections.
 CLEARS_KEPT: Final = 256
 
-_ClearRequest: TypeAlias = wire.Clear | wire.ClearNamespace | wire.SetWeights
-
 _log: Final = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Clear:
-    """One of them.
-
-    Attributes:
-        replicas: that share the namespace; none where engines in offload mode do.
-        namespace: root of its keys from then on.
-        label: what engines in offload mode call it.
-        blocks: that the namespace held before; None until it is done.
-        version: of the record of generations that says so.
-    """
-
-    replicas: tuple[str, ...]
-    generation: int
-    weights_version: str
-    namespace: bytes
-    label: str = ""
-    blocks: int | None = None
-    version: int = -1
-
-    def told_to(self, request: _ClearRequest) -> Answer | None:
-        """The answer to a request, once there is one."""
-        if self.blocks is None:
-            return None
-        if isinstance(request, wire.Clear):
-            return Answer(wire.Cleared(id=request.id, generation=self.generation, blocks=self.blocks))
-        return Answer(
-            wire.NamespaceCleared(
-                id=request.id,
-                replicas=self.replicas,
-                generation=self.generation,
-                namespace=self.namespace,
-                label=self.label,
-                weights_version=self.weights_version,
-                blocks=self.blocks,
-            )
-        )
 
 
 class Clears:
@@ -113,8 +72,8 @@ class Clears:
         self._check = check
         self._cleared = cleared
         self._in_device_memory = in_device_memory
-        self._under_way: list[_Clear] = []
-        self._of_request: OrderedDict[tuple[bytes, type[wire.Header], int], _Clear] = OrderedDict()
+        self._under_way: list[Clear] = []
+        self._of_request: OrderedDict[tuple[bytes, type[wire.Header], int], Clear] = OrderedDict()
 
     def clear(self, connection: bytes, request: wire.ClearNamespace, _: list[bytes], respond: Respond) -> Answer | None:
         """Clear a namespace, or wait with others for a clear that is under way: nothing can have come in between.
@@ -160,7 +119,7 @@ class Clears:
         if clear is None:
             self._tell_cleared(self._cache.offload.sessions[session].namespace)
             generation, blocks = self._cache.offload.clear(session)
-            clear = self._done(_Clear((), generation, "", b"", blocks=blocks))
+            clear = self._done(Clear((), generation, "", b"", blocks=blocks))
         return self._answer(connection, request, clear, respond)
 
     def finish(self, cleared: ClearingEnded) -> None:
@@ -217,10 +176,10 @@ class Clears:
         targets = (resolve_namespace(self._cache, self._replicas, name) for name in self._replicas)
         return list({each.replicas: each for each in targets}.values())
 
-    def _known(self, connection: bytes, request: _ClearRequest) -> _Clear | None:
+    def _known(self, connection: bytes, request: ClearRequest) -> Clear | None:
         return self._of_request.get((connection, type(request), request.id))
 
-    def _of_engines(self, target: NamedNamespace) -> _Clear:
+    def _of_engines(self, target: NamedNamespace) -> Clear:
         """Nothing is awaited: copies under way keep their slots, and what they complete is not found."""
         space = self._cache.offload.namespaces.by_root[target.root]
         self._tell_cleared(space)
@@ -228,15 +187,15 @@ class Clears:
         shown = target.root[:NAMESPACE_SHOWN_BYTES].hex()
         fields = {"label": target.label, "namespace": shown, "blocks": blocks, "generation": space.generation}
         _log.info("cleared: %(label)s (%(namespace)s), %(blocks)d blocks; generation %(generation)d", fields)
-        return self._done(_Clear((), space.generation, "", target.root, target.label, blocks))
+        return self._done(Clear((), space.generation, "", target.root, target.label, blocks))
 
-    def _of_device_memory(self, target: UnknownNamespace) -> _Clear:
+    def _of_device_memory(self, target: UnknownNamespace) -> Clear:
         """An engine has declared it to an earlier daemon, whose device memory is there still, and nothing else here."""
         self._cleared(lambda root: root == target.root)
         generation = self._cache.generations.renew(target.root)
         fields = {"namespace": target.root[:NAMESPACE_SHOWN_BYTES].hex(), "generation": generation}
         _log.info("cleared: device memory of %(namespace)s, which is not declared; generation %(generation)d", fields)
-        return self._done(_Clear((), generation, "", target.root, target.label, 0))
+        return self._done(Clear((), generation, "", target.root, target.label, 0))
 
     def _tell_cleared(self, namespace: Namespace) -> None:
         """Tell of all namespaces that are cleared together. One that is forgotten may have been of them."""
@@ -248,16 +207,16 @@ class Clears:
 
         self._cleared(is_cleared)
 
-    def _done(self, clear: _Clear) -> _Clear:
+    def _done(self, clear: Clear) -> Clear:
         clear.version = self._recorder.version
         self._carry_out()
         return clear
 
-    def _of_replicas(self, target: NamedNamespace) -> _Clear:
+    def _of_replicas(self, target: NamedNamespace) -> Clear:
         replica = self._replicas[target.replicas[0]]
         return self._begun(target) or self._begin_next(target, replica, replica.weights_version)
 
-    def _with_weights(self, target: NamedNamespace, version: str) -> _Clear:
+    def _with_weights(self, target: NamedNamespace, version: str) -> Clear:
         if not target.replicas:
             raise request_error(
                 ErrorCode.BAD_VALUE,
@@ -266,7 +225,7 @@ class Clears:
             )
         replica, clear = self._replicas[target.replicas[0]], self._begun(target)
         if clear is None and replica.weights_version == version:
-            return _Clear(
+            return Clear(
                 target.replicas,
                 replica.generation,
                 version,
@@ -284,16 +243,16 @@ class Clears:
             )
         return clear
 
-    def _begun(self, target: NamedNamespace) -> _Clear | None:
+    def _begun(self, target: NamedNamespace) -> Clear | None:
         return next((each for each in self._under_way if each.replicas == target.replicas), None)
 
-    def _begin_next(self, target: NamedNamespace, replica: Replica, weights_version: str) -> _Clear:
+    def _begin_next(self, target: NamedNamespace, replica: Replica, weights_version: str) -> Clear:
         generation = self._cache.generations.fresh(replica.generation)
         return self._begin(target, replica, Edition(generation, weights_version))
 
-    def _begin(self, target: NamedNamespace, replica: Replica, edition: Edition) -> _Clear:
+    def _begin(self, target: NamedNamespace, replica: Replica, edition: Edition) -> Clear:
         namespace = replica.root_of(edition.generation, edition.weights_version)
-        clear = _Clear(target.replicas, edition.generation, edition.weights_version, namespace)
+        clear = Clear(target.replicas, edition.generation, edition.weights_version, namespace)
         self._under_way.append(clear)
         self._cache.clearings.begin(target.tree, namespace, clear.generation)
         return clear
@@ -355,6 +314,7 @@ class Clears:
             return
         if generation != edition.generation:
             edition = coming._replace(generation=generation)
+        self._cache.generations.leave(replica.namespace)
         names = {"replicas": ", ".join(target.replicas), "generation": edition.generation}
         _log.warning("another daemon has recorded %(replicas)s; generation %(generation)d follows", names)
         self._enter_for_replicas(target, begun, edition)
@@ -371,16 +331,22 @@ class Clears:
         _log.warning("the record is lost; generation %(generation)d of %(replicas)s follows", names)
         self._enter_for_replicas(target, begun, edition)
 
-    def _enter_for_replicas(self, target: NamedNamespace, begun: _Clear | None, edition: Edition) -> None:
+    def _enter_for_replicas(self, target: NamedNamespace, begun: Clear | None, edition: Edition) -> None:
         """Clear a namespace of replicas, or have the clear that is under way end in this edition."""
         replica = self._replicas[target.replicas[0]]
         if begun is None:
-            self._begin(target, replica, edition)
+            unrecorded = [
+                each.last for each in self._of_request.values() if not self._recorder.holds(each.last.version)
+            ]
+            clear = self._begin(target, replica, edition)
+            for each in unrecorded:
+                if each.replicas == target.replicas:
+                    each.followed_by = clear
             return
         begun.generation, begun.namespace = edition.generation, replica.root_of(*edition)
         self._cache.clearings.rename(target.tree, begun.namespace, begun.generation)
 
-    def _answer(self, connection: bytes, request: _ClearRequest, clear: _Clear, respond: Respond) -> Answer | None:
+    def _answer(self, connection: bytes, request: ClearRequest, clear: Clear, respond: Respond) -> Answer | None:
         self._recorder.again()
         self._of_request[connection, type(request), request.id] = clear
         if len(self._of_request) > CLEARS_KEPT:
@@ -388,8 +354,8 @@ class Clears:
 
         def ask(*, is_last: bool) -> Answer | None:
             del is_last
-            answer = clear.told_to(request)
-            if answer is None or not self._recorder.check(clear.version):
+            answer = clear.last.told_to(request)
+            if answer is None or not self._recorder.check(clear.last.version):
                 return None
             self._check()
             failpoint("daemon.renewed")
