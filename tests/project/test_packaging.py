@@ -146,7 +146,7 @@ def test_image_has_every_optional_part_in_the_versions_of_the_tests() -> None:
     """The image installs all extras that a configuration may need, from the lock, which the build's context holds."""
     image, context = (ROOT / "Dockerfile").read_text(), (ROOT / ".dockerignore").read_text().splitlines()
     installs = re.findall(r"bin/pip install (.*?)(?:\n\n|$)", image, re.DOTALL)
-    (extras,) = re.findall(r"'/source\[([a-z,]+)\]'", image)
+    (extras,) = re.findall(r"'/source\[([a-z0-9,]+)\]'", image)
     lock = "tests/environment.lock.txt"
     documents = "".join((ROOT / "docs" / name).read_text() for name in ("configuration.md", "monitoring.md"))
     needed = set(re.findall(r"kvcached-daemon\[([a-z]+)\]", documents))
