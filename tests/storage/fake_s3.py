@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,19 +27,21 @@ class FakeS3:
 
     Attributes:
         objects: what is stored, by name.
-        has_conditions: whether it compares before it writes.
+        conditions: which it compares before it writes.
         plan: what to do with the next requests that `is_planned` says: an answer (status, code), or "lost": do it, and
             answer with a failure.
         is_planned: for which requests, by method and name.
         requests: methods and names of all requests so far.
+        signatures: of these.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.has_conditions = True
+        self.conditions = {"if-match", "if-none-match"}
         self.plan: deque[tuple[int, str] | str] = deque()
         self.is_planned: Callable[[str, str], bool] = lambda method, name: "probe-" not in name
         self.requests: list[tuple[str, str]] = []
+        self.signatures: list[str] = []
         self.lock = threading.Lock()
         self.port = 0
 
@@ -49,8 +52,8 @@ class FakeS3:
 
 
 @contextmanager
-def fake_s3() -> Iterator[FakeS3]:
-    """A running service."""
+def fake_s3(certificate: Path | None = None) -> Iterator[FakeS3]:
+    """A running service; with a file of a key and its certificate, one that is reached by TLS."""
     fake = FakeS3()
 
     class Handler(_Handler):
@@ -58,6 +61,10 @@ def fake_s3() -> Iterator[FakeS3]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         fake.port = server.server_address[1]
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield fake
@@ -90,6 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         service = self.service
         with service.lock:
             service.requests.append((self.command, name))
+            service.signatures.append(self.headers.get("authorization") or "")
             planned = service.plan.popleft() if service.plan and service.is_planned(self.command, name) else None
             if isinstance(planned, tuple):
                 self._refuse(*planned)
@@ -112,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, f"<DeleteResult>{rows}</DeleteResult>".encode(), ""
         there = objects.get(name)
         if self.command == "PUT":
-            if self.service.has_conditions and not self._holds(there):
+            if not self._holds(there):
                 return 412, b"<Error><Code>PreconditionFailed</Code></Error>", ""
             objects[name] = body
             return 200, b"", _tag(body)
@@ -121,10 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, there, _tag(there)
 
     def _holds(self, there: bytes | None) -> bool:
-        match = self.headers.get("if-match")
-        if match is not None:
-            return there is not None and match == _tag(there)
-        return self.headers.get("if-none-match") is None or there is None
+        conditions = {name: self.headers[name] for name in self.service.conditions if name in self.headers}
+        if "if-match" in conditions:
+            return there is not None and conditions["if-match"] == _tag(there)
+        return there is None or not conditions
 
     def _refuse(self, status: int, code: str) -> None:
         self._answer(status, f"<Error><Code>{code}</Code><Message>somebodys-secret</Message></Error>".encode(), "")

@@ -120,6 +120,7 @@ class S3Server:
     def paused(self) -> Iterator[None]:
         """It does not answer meanwhile."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # some of its threads may answer before
         try:
             yield
         finally:

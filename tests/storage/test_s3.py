@@ -21,7 +21,7 @@ from kvcached.storage.s3.failures import S3Failure
 from kvcached.storage.s3.opening import open_s3
 from tests.storage.fake_s3 import FakeS3, fake_s3
 from tests.storage.s3_servers import server
-from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, kind, memory, stored
+from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, kind, stored
 
 #: What a call may take that has a limit of a second: the machine may be busy.
 LIMIT_S = 1.0
@@ -138,6 +138,14 @@ def test_record_whose_answer_was_lost_is_found(fake: FakeS3, faked: S3Storage) -
     assert faked.read_record(timeout_s=TIMEOUT_S) == VersionedRecord(b"second", second)
 
 
+def test_record_of_the_same_bytes_has_another_version(faked: S3Storage) -> None:
+    """Where a service makes ETags of the content alone, a record that is written again still has another one."""
+    first = faked.write_record(b"same", b"", timeout_s=TIMEOUT_S)
+    assert first
+
+    assert faked.write_record(b"same", first, timeout_s=TIMEOUT_S) not in {first, None}
+
+
 @pytest.mark.parametrize("after", [b"", b'"00000000000000000000000000000000"'])
 def test_conflict_of_writers_is_no_write(fake: FakeS3, faked: S3Storage, after: bytes) -> None:
     """A service may answer 409 to two writes at the same time: neither has written what it meant to."""
@@ -147,32 +155,48 @@ def test_conflict_of_writers_is_no_write(fake: FakeS3, faked: S3Storage, after: 
     assert faked.write_record(b"mine", after, timeout_s=TIMEOUT_S) is None
 
 
-def test_record_that_cannot_be_read_is_not_absent(fake: FakeS3, faked: S3Storage) -> None:
+@pytest.mark.parametrize(("status", "code"), [(500, "InternalError"), (403, "AccessDenied"), (404, "NoSuchBucket")])
+def test_record_that_cannot_be_read_is_not_absent(fake: FakeS3, faked: S3Storage, status: int, code: str) -> None:
     """A failure is told as one: a daemon must not begin with an empty record."""
-    fake.plan.extend([(500, "InternalError")] * 9)
+    fake.plan.extend([(status, code)] * 9)
 
-    with pytest.raises(S3Failure, match="500"):
+    with pytest.raises(S3Failure, match=code):
         faked.read_record(timeout_s=TIMEOUT_S)
 
 
-def test_bodies_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large blocks of one call are written and read a few at a time, small ones all at once."""
-    monkeypatch.setattr(backend, "IN_FLIGHT_BYTES_MAX", 1 << 20)
-    sizes = {100: [100], 3: [300 << 10] * 32, 1: [5 << 20, 1]}
-
-    for at_once, each in sizes.items():
-        gate = backend._gate([asked(1)._replace(parts=memory([size])) for size in each])
-        assert min(gate._value, 100) == at_once
-
-
-def test_bounded_call_does_all_blocks(storage: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that wait until there is room for their bodies are written and read, too."""
-    monkeypatch.setattr(backend, "IN_FLIGHT_BYTES_MAX", 1)
+@pytest.mark.parametrize(("room_bytes", "expected"), [(1, 1), (3 * stored(0).size_bytes, 3), (1 << 20, 8)])
+def test_blocks_wait_for_room(
+    faked: S3Storage, monkeypatch: pytest.MonkeyPatch, room_bytes: int, expected: int
+) -> None:
+    """No more requests are under way than there is room for, and all blocks are written and read."""
+    monkeypatch.setattr(backend, "IN_FLIGHT_BYTES_MAX", room_bytes)
+    written, read = [counted(monkeypatch, name) for name in ("put_async", "get_async")]
     blocks = [asked(number) for number in range(8)]
 
-    assert storage.put([stored(number) for number in range(8)], timeout_s=TIMEOUT_S) == [DONE] * 8
-    assert storage.get(blocks, timeout_s=TIMEOUT_S) == [DONE] * 8
+    assert faked.put([stored(number) for number in range(8)], timeout_s=TIMEOUT_S) == [DONE] * 8
+    assert faked.get(blocks, timeout_s=TIMEOUT_S) == [DONE] * 8
+
     assert all(is_right(block, number) for number, block in enumerate(blocks))
+    assert (max(written), max(read)) == (expected, expected)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """How many of these requests were under way as each of them began."""
+    counts: list[int] = []
+    real = getattr(obstore, name)
+    under_way: set[object] = set()
+
+    async def request(*arguments: Any, **how: Any) -> object:
+        mine = object()
+        under_way.add(mine)
+        counts.append(len(under_way))
+        try:
+            return await real(*arguments, **how)
+        finally:
+            under_way.remove(mine)
+
+    monkeypatch.setattr(obstore, name, request)
+    return counts
 
 
 def test_object_of_another_size_is_absent(storage: S3Storage) -> None:
@@ -264,9 +288,10 @@ def test_late_read_writes_nothing(storage: S3Storage) -> None:
     storage.put([stored(1)], timeout_s=TIMEOUT_S)
     block = asked(1)
     with server().paused():
-        storage.get([block], timeout_s=LIMIT_S)
-    storage.get([asked(1)], timeout_s=TIMEOUT_S)
+        (late,) = storage.get([block], timeout_s=LIMIT_S)
+    (read,) = storage.get([asked(1)], timeout_s=TIMEOUT_S)
 
+    assert (late.outcome, read) == (Outcome.FAILED, DONE)
     assert not any(any(part) for part in block.parts)
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import obstore
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
-from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
+from kvcached.storage.backend import DONE, StorageMisconfigured, StorageUnusable
 from kvcached.storage.s3 import opening
 from kvcached.storage.s3.credentials import FileCredentials
 from kvcached.storage.s3.opening import open_s3
@@ -133,7 +139,20 @@ def test_bucket_stands_in_path_or_host() -> None:
 
     assert (there.has_bucket_in_path, there.bucket_endpoint) == (True, "https://s3.example.com:8443")
     assert (named.has_bucket_in_path, named.bucket_endpoint) == (False, "https://blocks.s3.example.com:8443")
-    assert not S3Settings(bucket="blocks").has_bucket_in_path
+    assert S3Settings(bucket="blocks").bucket_endpoint == "https://blocks.s3.us-east-1.amazonaws.com"
+    assert S3Settings(bucket="my.blocks", region="eu-west-1").bucket_endpoint == "https://s3.eu-west-1.amazonaws.com"
+
+
+def test_environment_leads_blocks_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: FakeS3) -> None:
+    """Another endpoint in the environment, and a wish not to sign requests, change nothing."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+
+    open_s3(fake.settings(tmp_path)).close()
+
+    assert fake.requests
+    assert all("Credential=somebody/" in each for each in fake.signatures)
 
 
 def test_keys_of_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +224,40 @@ def test_authorities_are_read(tmp_path: Path, fake: FakeS3) -> None:
     assert "No certificates found" in refusal(settings, StorageUnusable)
 
 
-def test_service_without_conditions_is_refused(tmp_path: Path, fake: FakeS3) -> None:
-    """A service that writes whatever the condition is would lose clears, so it is never used."""
-    fake.has_conditions = False
+def test_certificate_is_checked(tmp_path: Path) -> None:
+    """A service with a certificate of one's own authority is used with that authority, and not without."""
+    certificate = own_certificate(tmp_path / "certificate.pem")
+    with fake_s3(certificate) as service:
+        endpoint = f"https://127.0.0.1:{service.port}"
+        storage = open_s3(service.settings(tmp_path, endpoint=endpoint, ca_file=certificate))
+        assert storage.put([stored(1)], timeout_s=TIMEOUT_S) == [DONE]
+        storage.close()
+
+        assert "no connection" in refusal(service.settings(tmp_path, endpoint=endpoint), StorageUnusable)
+
+
+def own_certificate(path: Path) -> Path:
+    """A new key for 127.0.0.1, and a certificate that it signs itself, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvcached tests")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.Encoding.PEM
+    private = key.private_bytes(form, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path.write_bytes(private + certificate.public_bytes(form))
+    return path
+
+
+@pytest.mark.parametrize("missing", ["if-match", "if-none-match"])
+def test_service_without_conditions_is_refused(tmp_path: Path, fake: FakeS3, missing: str) -> None:
+    """A service that writes whatever one of the conditions is would lose clears, so it is never used."""
+    fake.conditions.remove(missing)
 
     assert "does not compare before it writes" in refusal(fake.settings(tmp_path))
     assert fake.objects == {}

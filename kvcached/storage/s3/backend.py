@@ -196,17 +196,17 @@ def _results(outcomes: Sequence[Result | BaseException]) -> list[Result]:
 
 def _store(settings: S3Settings) -> S3Store:
     """The library's access to the bucket."""
-    client: ClientConfig = {"timeout": _REQUEST_TIMEOUT, "allow_http": (settings.endpoint or "").startswith("http:")}
+    client: ClientConfig = {"timeout": _REQUEST_TIMEOUT, "allow_http": settings.service.startswith("http:")}
     keys = None
     if settings.credentials_file is not None:
         keys = FileCredentials(settings.credentials_file, settings.profile)
     config: S3Config = {
         "region": settings.region,
         "virtual_hosted_style_request": not settings.has_bucket_in_path,
+        # Variables of the environment do not count: neither for the place that blocks go to, nor for signatures.
+        "aws_endpoint_url_s3": settings.bucket_endpoint,
         "skip_signature": False,
     }
-    if settings.endpoint is not None:
-        config["endpoint"] = settings.bucket_endpoint
     try:
         if settings.ca_file is not None:
             client["root_certificate"] = settings.ca_file.read_bytes()

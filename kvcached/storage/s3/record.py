@@ -14,7 +14,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from kvcached.storage.backend import VersionedRecord
-from kvcached.storage.s3.failures import Failure, S3Failure
+from kvcached.storage.s3.failures import Failure, S3Failure, failure
 
 if TYPE_CHECKING:
     from obstore import PutMode
@@ -98,7 +98,9 @@ async def _written(store: S3Store, path: str) -> _Written | None:
     try:
         answer = await obstore.get_async(store, path)
         content = bytes(await answer.buffer_async())
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if (why := failure(error)).code == "NoSuchBucket":  # which says nothing of the record
+            raise S3Failure(why) from error
         return None
     tag = _tag(answer.meta["e_tag"])
     return _Written(content[:_NONCE_BYTES], VersionedRecord(content[_NONCE_BYTES:], tag.encode()))

@@ -75,7 +75,7 @@ class S3Settings(BaseModel):
     prefix: Annotated[str, AfterValidator(_prefix)] = Field(
         default="kvcached/", description="What the names of all objects begin with. Daemons that share blocks have one."
     )
-    region: str = Field(default="us-east-1", min_length=1, max_length=64, description="The bucket's region.")
+    region: str = Field(default="us-east-1", pattern=r"^[A-Za-z0-9-]{1,64}$", description="The bucket's region.")
     allow_http: bool = Field(
         default=False, description="Whether an endpoint on another machine may be http://, which is not encrypted."
     )
@@ -85,7 +85,7 @@ class S3Settings(BaseModel):
     path_style: bool | None = Field(
         default=None,
         description="Whether the bucket stands in the path of a request, not in its host. Default: if there is an"
-        " endpoint.",
+        " endpoint, or the name of the bucket has dots.",
     )
     credentials_file: Annotated[Path, AfterValidator(_absolute)] | None = Field(
         default=None,
@@ -98,26 +98,24 @@ class S3Settings(BaseModel):
         default=None, description="Further certificate authorities that the endpoint's certificate may be of, as PEM."
     )
     threads: int = Field(
-        default=8, ge=1, le=64, description="Concurrent calls, each of up to 32 requests at the same time."
+        default=8, ge=1, le=16, description="Concurrent calls, each of up to 32 requests at the same time."
     )
 
     @property
     def has_bucket_in_path(self) -> bool:
-        """Whether requests are path-style."""
-        return self.endpoint is not None if self.path_style is None else self.path_style
-
-    @property
-    def bucket_endpoint(self) -> str:
-        """The endpoint as the library wants it: with the bucket, where that stands in the host. Empty for AWS."""
-        if self.endpoint is None or self.has_bucket_in_path:
-            return self.endpoint or ""
-        scheme, _, host = self.endpoint.partition("://")
-        return f"{scheme}://{self.bucket}.{host}"
+        """Whether requests are path-style. No certificate of AWS is for a host with a bucket whose name has dots."""
+        return self.endpoint is not None or "." in self.bucket if self.path_style is None else self.path_style
 
     @property
     def service(self) -> str:
-        """The endpoint, for messages."""
-        return self.endpoint or f"AWS, region {self.region}"
+        """The service as a URL."""
+        return self.endpoint or f"https://s3.{self.region}.amazonaws.com"
+
+    @property
+    def bucket_endpoint(self) -> str:
+        """The URL as the library wants it: with the bucket, where that stands in the host."""
+        scheme, _, host = self.service.partition("://")
+        return self.service if self.has_bucket_in_path else f"{scheme}://{self.bucket}.{host}"
 
 
 def validated(settings: dict[str, object]) -> S3Settings:
