@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
-from pydantic import ByteSize, ValidationError
+from pydantic import BaseModel, ByteSize, ValidationError
 
 from kvcached.config.problems import ConfigError, Location, Problem, problems_of
 from kvcached.config.schema import Config
@@ -23,6 +23,7 @@ from kvcached.recovery.run_dir import is_claimed
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import CAPACITY_BYTES_MIN, DiskSettings, existing_part, refusal
 from kvcached.storage.encrypted import read_secret
+from kvcached.storage.s3.settings import S3Settings
 from kvcached.worker.messages import DESCRIPTORS_MAX
 from kvcached_client.doctor.memory_bounds import memory_bounds
 from kvcached_client.errors import RequestError
@@ -30,6 +31,8 @@ from kvcached_client.protocol.key_files import read_key_file
 
 _STORAGE: Final = "storage"
 _SETTINGS: Final[Location] = (_STORAGE, "settings")
+#: Settings of backends of this distribution that are all there is to look at: a service is not asked here.
+_SCHEMAS: Final[dict[str, type[BaseModel]]] = {"s3": S3Settings}
 #: What the extra `metrics` brings.
 _HTTP_PACKAGES: Final = ("prometheus_client", "h11")
 
@@ -109,8 +112,17 @@ def _storage(config: Config, *, is_restart: bool) -> Iterator[Problem]:
         yield places.problem((_STORAGE, "backend"), storage.backend, what, fix)
     elif storage.backend == DISK:
         yield from _disk(config, is_restart=is_restart)
+    elif (schema := _SCHEMAS.get(storage.backend)) is not None:
+        yield from _mistakes(config, schema)
     if storage.key_file is not None and not is_restart:
         yield from _key_file(config, storage.key_file)
+
+
+def _mistakes(config: Config, schema: type[BaseModel]) -> Iterator[Problem]:
+    try:
+        schema.model_validate({} if config.storage is None else config.storage.settings)
+    except ValidationError as error:
+        yield from problems_of(error, schema, config.places, _SETTINGS)
 
 
 def _disk(config: Config, *, is_restart: bool) -> Iterator[Problem]:

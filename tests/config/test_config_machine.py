@@ -6,6 +6,7 @@ import os
 import pwd
 import subprocess
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached.process import user_names
 from kvcached.recovery.supervise import RESTART_VARIABLE
+from kvcached.storage.backend import GROUP
 from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.protocol.key_files import write_key_file
 from kvcached_client.transport.run_dir import LOCK_NAME
@@ -47,7 +49,11 @@ def problems(tmp_path: Path, text: str, *, is_trial: bool = True, is_restart: bo
 
 # Each: what to replace in STORAGE, by what, and the problem that follows.
 BAD = {
-    "backend": ("[storage]\n", '[storage]\nbackend = "s3"\n', ':8: storage.backend = "s3": there is no such backend'),
+    "backend": (
+        "[storage]\n",
+        '[storage]\nbackend = "tape"\n',
+        ':8: storage.backend = "tape": there is no such backend',
+    ),
     "no directory": ('directory = "{disk}"\n', "", ":9: storage.settings.directory: is missing; add it: a path"),
     "relative directory": ("{disk}", "disk", ':10: storage.settings.directory = "disk": is no absolute path'),
     "unknown setting": ("capacity_bytes", "capacity_byte", "storage.settings.capacity_byte = "),
@@ -78,6 +84,21 @@ def test_storage_that_cannot_be_opened_is_refused_with_its_line(
 
     assert expected in "\n".join(found)
     assert all("; " in each for each in found)
+
+
+def test_settings_of_a_bucket_are_refused_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that the backend `s3` would refuse is told before the start, and no service is asked for that."""
+    found = EntryPoints([EntryPoint("s3", "kvcached.storage.s3.opening:open_s3", GROUP)])
+    monkeypatch.setattr(config_machine, "entry_points", lambda group: found)
+    text = HOST + '\n[storage]\nbackend = "s3"\n\n[storage.settings]\nbucket = "{}"\nendpoint = "http://10.0.0.1:1"\n'
+
+    refused = problems(tmp_path, text.format("No"))
+
+    assert [each.split("; ")[0] for each in refused] == [
+        'kvcached.toml:11: storage.settings.bucket = "No": is no name of a bucket',
+        'kvcached.toml:12: storage.settings.endpoint = "http://10.0.0.1:1": is not encrypted',
+    ]
+    assert problems(tmp_path, text.format("blocks") + "allow_http = true\n") == []
 
 
 def test_storage_that_can_be_opened_is_not_refused(tmp_path: Path) -> None:
@@ -261,7 +282,7 @@ def test_memory_of_a_daemon_that_is_to_be_restarted_counts_as_free(
 def test_serve_and_check_config_refuse_the_same(command: str, tmp_path: Path) -> None:
     """Both end with exit code 2 and the mistake with its line, and `serve` before it has started or made anything."""
     path = tmp_path / "kvcached.toml"
-    path.write_text(STORAGE.replace("[storage]\n", '[storage]\nbackend = "s3"\n', 1).replace("{disk}", str(tmp_path)))
+    path.write_text(STORAGE.replace("[storage]\n", '[storage]\nbackend = "tape"\n', 1).replace("{disk}", str(tmp_path)))
 
     done = subprocess.run(
         [sys.executable, "-m", "kvcached", command, "--config", str(path), "--run-dir", str(tmp_path / "run")],
@@ -273,7 +294,7 @@ def test_serve_and_check_config_refuse_the_same(command: str, tmp_path: Path) ->
     )
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert f'kvcached: {path}:8: storage.backend = "s3": there is no such backend; installed: disk' in done.stderr
+    assert f'kvcached: {path}:8: storage.backend = "tape": there is no such backend; installed: disk' in done.stderr
     assert "KILL" not in done.stderr
     assert not (tmp_path / "run").exists()
 
