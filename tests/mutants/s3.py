@@ -51,13 +51,13 @@ def s3_record_without_its_random_bytes(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_OPENING + "test_service_without_conditions_is_refused[if-match]")
 def s3_condition_of_a_version_untried(patch: pytest.MonkeyPatch) -> None:
     """A service that replaces a record whatever its version is used."""
-    rewrite(patch, record.honours_conditions, "not await _is_written(store, path, _another(tag))", "True")
+    rewrite(patch, record.honours_conditions, '("", _another(tag))', '("",)')
 
 
 @caught_by(_OPENING + "test_service_without_conditions_is_refused[if-none-match]")
 def s3_condition_of_absence_untried(patch: pytest.MonkeyPatch) -> None:
     """A service that writes a first record over another one is used."""
-    rewrite(patch, record.honours_conditions, 'not await _is_written(store, path, "")', "True")
+    rewrite(patch, record.honours_conditions, '("", _another(tag))', "(_another(tag),)")
 
 
 @caught_by(_OPENING + "test_environment_leads_blocks_nowhere")

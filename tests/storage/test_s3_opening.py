@@ -263,6 +263,14 @@ def test_service_without_conditions_is_refused(tmp_path: Path, fake: FakeS3, mis
     assert fake.objects == {}
 
 
+def test_service_that_refuses_all_conditions_is_refused(tmp_path: Path, fake: FakeS3) -> None:
+    """A service that never finds the version that it has told would keep the first record for ever."""
+    fake.plan.extend([(412, "PreconditionFailed")] * 9)
+    fake.is_planned = lambda method, name: method == "PUT" and name in fake.objects
+
+    assert "does not compare before it writes" in refusal(fake.settings(tmp_path))
+
+
 def test_service_that_does_not_know_conditions_is_refused(tmp_path: Path, fake: FakeS3) -> None:
     """A service that answers 501 to a condition is refused with the same advice."""
     fake.plan.extend([(501, "NotImplemented")] * 3)

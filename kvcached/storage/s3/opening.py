@@ -31,7 +31,8 @@ _OTHER_REGION: Final = frozenset({"PermanentRedirect", "AuthorizationHeaderMalfo
 _NO_CONDITIONS: Final = frozenset({"NotImplemented", "InvalidArgument", "MethodNotAllowed"})
 _FORBIDDEN: Final = 403
 _REQUIREMENT: Final = (
-    "it must refuse a PUT whose If-Match or If-None-Match does not hold; use another service, or a newer version of it"
+    "it must refuse a PUT whose If-Match or If-None-Match does not hold, and no other; use another service, or a newer"
+    " version of it"
 )
 
 

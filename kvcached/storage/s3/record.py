@@ -58,14 +58,17 @@ async def write(store: S3Store, path: str, data: bytes, after: bytes) -> bytes |
 
 
 async def honours_conditions(store: S3Store, path: str) -> bool:
-    """Whether the service compares before it writes, as a scratch object shows.
+    """Whether the service writes if a condition holds, and only then, as a scratch object shows.
 
     Raises:
         Exception: the library's, or `S3Failure`.
     """
     tag = await _put_if(store, path, b"first", "")
     try:
-        return not await _is_written(store, path, "") and not await _is_written(store, path, _another(tag))
+        for wrong in ("", _another(tag)):
+            if await _is_written(store, path, wrong):
+                return False
+        return await _is_written(store, path, tag)
     finally:
         await obstore.delete_async(store, [path])
 
