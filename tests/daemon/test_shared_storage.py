@@ -1,0 +1,183 @@
+"""Daemons of several machines that share a Valkey server: each has a run directory and memory of its own."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvcached.shared_record import FOLLOW_INTERVAL_S
+from kvcached.storage.link_state import LinkState
+from kvcached_client import Admin
+from kvcached_client.errors import RequestError
+from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.test_generations import reboot
+from tests.daemon.test_restart import Engine
+from tests.daemon.test_storage import BLOCKS, config, connected, fetch, report, until
+from tests.storage.redis.servers import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
+
+#: Calls of the tests take at most this long where the server does not answer.
+TIMEOUT_MS = 500
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with closing(Server()) as server:
+        yield server
+
+
+def shared(server: Server, more: str = "") -> str:
+    return (
+        config()
+        + f'\n[storage]\nbackend = "redis"\nprefetch_threshold_blocks = 1\ntimeout_ms = {TIMEOUT_MS}\n{more}\n'
+        + f'[storage.settings]\nurl = "{server.url}"\n'
+    )
+
+
+class Machine:
+    """A daemon with an engine."""
+
+    def __init__(self, daemon: RunningDaemon, engine: Engine) -> None:
+        self.daemon, self.engine = daemon, engine
+
+    def store(self, name: str) -> None:
+        """A prompt's blocks, in memory and in storage."""
+        before = report(self.daemon).counters["written_blocks"]
+        self.engine.store(name, BLOCKS)
+        until(lambda: report(self.daemon).counters["written_blocks"] >= before + BLOCKS)
+
+    def found(self, name: str) -> int:
+        """How many blocks of a prompt come from storage; then its bytes are right, for the engine compares them."""
+        fetched = fetch(self.engine, name).fetched
+        assert self.engine.load(name, BLOCKS) == fetched
+        return fetched
+
+    def generation(self) -> int:
+        """As the daemon tells its engine."""
+        with Admin.connect(self.daemon.run_dir, deadline_ms=10_000) as admin:
+            return next(each.generation for each in admin.stats().namespaces if each.label == "tiny")
+
+
+@contextmanager
+def machine(directory: Path, text: str) -> Iterator[Machine]:
+    """A machine with its daemon, ready."""
+    directory.mkdir(exist_ok=True)
+    with ExitStack() as parts:
+        daemon = parts.enter_context(started(directory, text))
+        yield Machine(daemon, parts.enter_context(connected(daemon)))
+
+
+def test_what_one_machine_computes_all_others_find(tmp_path: Path, server: Server) -> None:
+    """Byte for byte, on a machine that was there and on one that comes later, and after all of them are gone."""
+    text = shared(server)
+    with machine(tmp_path / "one", text) as one, machine(tmp_path / "two", text) as two:
+        one.store("a")
+        assert two.found("a") == BLOCKS
+        two.store("b")
+        with machine(tmp_path / "three", text) as three:
+            assert (three.found("a"), three.found("b")) == (BLOCKS, BLOCKS)
+    with machine(tmp_path / "four", text) as four:
+        assert four.found("b") == BLOCKS
+
+
+def test_clear_on_one_machine_reaches_memory_and_storage_of_all(tmp_path: Path, server: Server) -> None:
+    """What was stored before is found on no machine, and what is stored since is found on all."""
+    text = shared(server)
+    with machine(tmp_path / "one", text) as one, machine(tmp_path / "two", text) as two:
+        one.store("a")
+        assert two.found("a") == BLOCKS
+        with Admin.connect(one.daemon.run_dir, deadline_ms=10_000) as admin:
+            cleared = admin.clear("tiny")
+        assert cleared.blocks == BLOCKS
+        until(lambda: two.generation() == cleared.generation)
+        assert (two.engine.load("a", BLOCKS), two.found("a"), one.found("a")) == (0, 0, 0)
+        two.store("a")
+        assert one.found("a") == BLOCKS
+
+
+def test_clear_holds_though_its_machine_is_lost_right_after_it(tmp_path: Path, server: Server) -> None:
+    """The service has recorded what was answered: neither the next daemon there nor another machine finds a block."""
+    text = shared(server)
+    with machine(tmp_path / "one", text) as one:
+        one.store("a")
+        with Admin.connect(one.daemon.run_dir, deadline_ms=10_000) as admin:
+            admin.clear("tiny")
+        one.daemon.process.send_signal(signal.SIGKILL)
+        one.daemon.process.wait()
+    reboot(tmp_path / "one")
+    with machine(tmp_path / "one", text) as one, machine(tmp_path / "two", text) as two:
+        assert (one.found("a"), two.found("a")) == (0, 0)
+        until(lambda: report(one.daemon).counters["forgets_due"] + report(two.daemon).counters["forgets_due"] == 0)
+        assert server.ask("DBSIZE") == 1  # the record
+
+
+def test_service_that_lost_everything_is_filled_again(tmp_path: Path, server: Server) -> None:
+    """A server without persistence is restarted: both daemons stay in their generation, and share what they write."""
+    text = shared(server)
+    with machine(tmp_path / "one", text) as one, machine(tmp_path / "two", text) as two:
+        one.store("a")
+        until(lambda: one.generation() == two.generation())
+        generation = one.generation()
+        server.kill()
+        server.start()
+        until(lambda: server.ask("DBSIZE") > 0)  # the record, at least
+        one.store("b")
+        assert two.found("b") == BLOCKS
+        assert (one.generation(), two.generation()) == (generation, generation)
+
+
+def test_service_that_hangs_costs_hits_only(tmp_path: Path, server: Server) -> None:
+    """Requests go on from memory; a clear is an error and holds here; all of it is shared when the service is back."""
+    text = shared(server)
+    with machine(tmp_path / "one", text) as one, machine(tmp_path / "two", text) as two:
+        one.store("a")
+        assert two.found("a") == BLOCKS
+        with server.stopped():
+            assert one.engine.load("a", BLOCKS) == BLOCKS
+            with (
+                Admin.connect(one.daemon.run_dir, deadline_ms=20_000) as admin,
+                pytest.raises(RequestError, match="the namespace is cleared, but"),
+            ):
+                admin.clear("tiny")
+            assert one.engine.load("a", BLOCKS) == 0
+            assert two.engine.load("a", BLOCKS) == BLOCKS
+        until(lambda: one.generation() == two.generation())
+        assert (two.engine.load("a", BLOCKS), one.found("a"), two.found("a")) == (0, 0, 0)
+
+
+def test_daemon_starts_without_its_service_and_joins_it_later(tmp_path: Path, server: Server) -> None:
+    """Its namespace takes the generation of the others, who keep what they have."""
+    text = shared(server)
+    with machine(tmp_path / "one", text) as one:
+        one.store("a")
+        with server.stopped(), machine(tmp_path / "two", text) as two:
+            assert two.generation() != one.generation()
+            server._process.send_signal(signal.SIGCONT)
+            until(lambda: report(two.daemon).state == LinkState.READY)
+            assert two.found("a") == BLOCKS
+            assert one.engine.load("a", BLOCKS) == BLOCKS
+
+
+def test_daemons_of_another_layout_or_key_do_not_use_the_service(tmp_path: Path, server: Server) -> None:
+    """They would read nothing of it and spoil the record: they say why, and the others go on."""
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(bytes(32))
+    with machine(tmp_path / "one", shared(server)) as one:
+        one.store("a")
+        for name, more, why in (
+            ("canonical", 'layout = "canonical"', "the same [storage] layout"),
+            ("encrypted", f'key_file = "{key}"', "the same key_file"),
+        ):
+            with machine(tmp_path / name, shared(server, more)) as other:
+                told = report(other.daemon)
+                assert told.state != LinkState.READY
+                assert why in told.why
+        assert FOLLOW_INTERVAL_S > 0
+        assert one.found("a") == 0  # it is in memory
+        one.store("b")
