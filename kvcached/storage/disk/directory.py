@@ -9,11 +9,11 @@ import stat
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvcached.config.problems import mistake
 from kvcached.config.tables import SIZE
-from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
+from kvcached.storage.backend import StorageUnusable
+from kvcached.storage.settings import AbsolutePath, checked
 
 _LOCK_NAME: Final = "lock"
 INDEX_NAME: Final = "index.db"
@@ -27,18 +27,12 @@ _MODE: Final = 0o700
 CAPACITY_BYTES_MIN: Final = 4 << 20
 
 
-def _absolute(path: Path) -> Path:
-    if not path.is_absolute():
-        raise mistake("is no absolute path", "start it with /: a relative one would depend on where the daemon starts")
-    return path
-
-
 class DiskSettings(BaseModel):
     """Settings of one directory, which one daemon uses."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    directory: Annotated[Path, AfterValidator(_absolute)] = Field(
+    directory: AbsolutePath = Field(
         description="Where the files are. Created if it does not exist; an existing one must be empty, apart from"
         " the lost+found of a file system, or created by this backend."
     )
@@ -67,13 +61,7 @@ def validated(settings: dict[str, object]) -> DiskSettings:
     Raises:
         StorageMisconfigured: some settings are unknown, missing or out of range; the message names all of them.
     """
-    try:
-        return DiskSettings.model_validate(settings)
-    except ValidationError as error:
-        mistakes = [
-            f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}" for each in error.errors()
-        ]
-        raise StorageMisconfigured(f"disk storage: {'; '.join(mistakes)}") from error
+    return checked(DiskSettings, settings, "disk")
 
 
 def take_directory(path: Path) -> int:

@@ -1,0 +1,46 @@
+"""Files of secrets that settings of backends name: only their owner may read them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Final
+
+from kvcached.storage.backend import StorageUnusable
+from kvcached_client.protocol.key_files import is_private
+
+_FILE_BYTES_MAX: Final = 64 << 10
+
+
+def read_private(path: Path, whose: str) -> bytes:
+    """The content of a file.
+
+    Args:
+        path: the file.
+        whose: what begins the message, as "redis storage: password_file".
+
+    Raises:
+        StorageUnusable: there is no file, it is too large, or others may use it. What to do stands behind "; ".
+    """
+    name = shlex.quote(str(path))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        fix = "make it, or name another file"
+        if isinstance(error, PermissionError):
+            fix = f"give the file to the daemon's user: chown {os.geteuid()} {name}"
+        raise StorageUnusable(f"{whose}: {path}: {error.strerror}; {fix}") from error
+    try:
+        if not is_private(descriptor):
+            what = "is not a regular file that its owner alone can use"
+            fix = f"chown {os.geteuid()} {name}; chmod 600 {name}"
+            raise StorageUnusable(f"{whose}: {path} {what}; {fix}")
+        content = os.read(descriptor, _FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise StorageUnusable(f"{whose}: {path}: {error.strerror}; name a file") from error
+    finally:
+        os.close(descriptor)
+    if len(content) > _FILE_BYTES_MAX:
+        raise StorageUnusable(f"{whose}: {path} has more than {_FILE_BYTES_MAX} bytes; name another file")
+    return content
