@@ -19,7 +19,7 @@ ENV KVCACHED_COMPILE=1
 # The versions that the tests run with: two builds of one commit have the same packages.
 RUN python -m venv /opt/kvcached \
     && /opt/kvcached/bin/pip install --no-cache-dir --disable-pip-version-check \
-        --constraint /source/tests/environment.lock.txt /source/kvcached_client '/source[curve,encryption,metrics,s3]'
+        --constraint /source/tests/environment.lock.txt /source/kvcached_client '/source[curve,encryption,metrics,redis,s3]'
 
 # The same with what device pools on CUDA need. The driver comes from the node, with NVIDIA's container toolkit:
 #

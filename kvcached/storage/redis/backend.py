@@ -1,0 +1,192 @@
+"""Blocks in a Valkey or Redis server: one string for each.
+
+Values of a call are sent without waiting for replies in between, some MiB at a time, which bounds what a thread and
+the server hold of them. Each has a reply of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
+
+from kvcached.storage.backend import (
+    ABSENT,
+    DONE,
+    STORED_KEY_BYTES,
+    Block,
+    Capabilities,
+    Outcome,
+    Result,
+    Storage,
+    Usage,
+    VersionedRecord,
+)
+from kvcached.storage.redis.connections import UNREACHABLE, Command, Connections, Reply, accepted
+from kvcached.storage.redis.fullness import Fullness
+from kvcached.storage.redis.settings import RedisSettings
+
+#: Values on their way in one thread, unless a single one is larger.
+BYTES_AT_ONCE_MAX: Final = 16 << 20
+#: Keys that one step of a search looks at: the server answers nobody meanwhile.
+_KEYS_PER_STEP: Final = b"4000"
+_VERSION_BYTES: Final = 16
+
+#: Writes the record if it has the version that is expected, also where the server has no memory left: a namespace can
+#: then still be cleared.
+_WRITE_RECORD: Final = b"""#!lua flags=allow-oom
+if (redis.call('HGET', KEYS[1], 'version') or '') ~= ARGV[1] then
+    return 0
+end
+redis.call('HSET', KEYS[1], 'version', ARGV[2], 'data', ARGV[3])
+return 1
+"""
+
+
+class RedisStorage(Storage):
+    """The keys of one prefix in one server.
+
+    Raises:
+        RedisError, OSError, StorageUnusable: from every method but `get`, `put` and `usage`, where the server fails.
+    """
+
+    def __init__(self, settings: RedisSettings, connections: Connections) -> None:
+        self.capabilities = Capabilities(threads=settings.threads, is_shared=True)
+        self._connections = connections
+        self._names = f"{settings.prefix}:b:".encode()
+        self._record = record_of(settings)
+        self._expiry = () if settings.ttl_s is None else (b"EX", b"%d" % settings.ttl_s)
+        self._fullness = Fullness(connections, self._record)
+
+    def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """In one round trip."""
+        return [found == 1 for found in self._all([(b"EXISTS", self._name(key)) for key in keys], timeout_s)]
+
+    def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
+        """Read values; a value of another size is absent."""
+        return self._each(blocks, lambda block: (b"GET", self._name(block.key)), _got, timeout_s)
+
+    def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
+        """Write values, over what is there."""
+        self._fullness.writes()
+        return self._each(
+            blocks, lambda block: (b"SET", self._name(block.key), block.parts, *self._expiry), _put, timeout_s
+        )
+
+    def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
+        """The server frees their memory in the background."""
+        count = sum(self._all([(b"UNLINK", self._name(key)) for key in keys], timeout_s))
+        self._fullness.expire()
+        return count
+
+    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+        """Look at all keys of the server, step by step; each step is answered in time, or this fails."""
+        start = self._names + prefix.hex().encode()
+        pattern = start + b"?" * (len(self._names) + 2 * STORED_KEY_BYTES - len(start))
+        count, cursor = 0, b""
+        while cursor != b"0":
+            with self._connections.taken(timeout_s) as exchange:
+                cursor, names = exchange.ask(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", _KEYS_PER_STEP)
+                exchange.send([(b"UNLINK", name) for name in names])
+                replies = [exchange.read() for _ in names]
+            count += sum(map(accepted, replies))
+        self._fullness.expire()
+        return count
+
+    def usage(self) -> Usage:
+        """How full the server is, as of some seconds ago, with what others have in it."""
+        return self._fullness.figures()
+
+    def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
+        """The fields of one key."""
+        ((version, data),) = self._all([(b"HMGET", self._record, b"version", b"data")], timeout_s)
+        return None if version is None or data is None else VersionedRecord(data, version)
+
+    def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
+        """By a script, which nothing interrupts. A random version does not come again when the server was emptied."""
+        version = secrets.token_bytes(_VERSION_BYTES)
+        command = (b"EVAL", _WRITE_RECORD, b"1", self._record, after, version, data)
+        return version if self._all([command], timeout_s) == [1] else None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._connections.close()
+
+    def _name(self, key: bytes) -> bytes:
+        return self._names + key.hex().encode()
+
+    def _all(self, commands: Sequence[Command], timeout_s: float) -> list[Reply]:
+        """The replies to all commands; one that is an error is raised."""
+        if not commands:
+            return []
+        with self._connections.taken(timeout_s) as exchange:
+            exchange.send(commands)
+            replies = [exchange.read() for _ in commands]
+        return [accepted(reply) for reply in replies]
+
+    def _each(
+        self,
+        blocks: Sequence[Block],
+        command: Callable[[Block], Command],
+        result: Callable[[Block, Reply], Result],
+        timeout_s: float,
+    ) -> list[Result]:
+        """The result of a command for each block. After the connection fails, the rest has failed."""
+        results: list[Result] = []
+        try:
+            with self._connections.taken(timeout_s) as exchange:
+                for some in _portions(blocks):
+                    exchange.send(map(command, some))
+                    for block in some:
+                        results.append(result(block, exchange.read()))  # noqa: PERF401 - those before a failure count
+        except UNREACHABLE as error:
+            results += [Result(Outcome.FAILED, str(error))] * (len(blocks) - len(results))
+        return results
+
+
+def record_of(settings: RedisSettings) -> bytes:
+    """The key of the record of generations."""
+    return f"{settings.prefix}:record".encode()
+
+
+def _got(block: Block, reply: Reply) -> Result:
+    if isinstance(reply, ResponseError):
+        return _refused(reply)
+    if reply is None or len(reply) != block.size_bytes:
+        return ABSENT
+    value, at = memoryview(reply), 0
+    for part in block.parts:
+        part[:] = value[at : at + part.nbytes]
+        at += part.nbytes
+    return DONE
+
+
+def _put(_: Block, reply: Reply) -> Result:
+    return _refused(reply) if isinstance(reply, ResponseError) else DONE
+
+
+def _refused(error: ResponseError) -> Result:
+    """What the server's error means for one block."""
+    if isinstance(error, OutOfMemoryError):
+        fix = "raise its maxmemory, or let it evict blocks: maxmemory-policy allkeys-lru"
+        return Result(Outcome.FULL, f"the server has no memory left: {error}; {fix}")
+    if isinstance(error, ReadOnlyError):
+        return Result(Outcome.FAILED, "the server has become a read-only replica; name the primary in url")
+    if isinstance(error, NoPermissionError):
+        return Result(Outcome.FAILED, f"{error}; give the user the permissions in docs/storage.md")
+    if str(error).startswith("WRONGTYPE"):
+        return Result(Outcome.FAILED, "another program has a key of this name; delete it, or choose another prefix")
+    return Result(Outcome.FAILED, str(error))
+
+
+def _portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    first = size_bytes = 0
+    for number, block in enumerate(blocks):
+        if size_bytes and size_bytes + block.size_bytes > BYTES_AT_ONCE_MAX:
+            yield blocks[first:number]
+            first = number
+            size_bytes = 0
+        size_bytes += block.size_bytes
+    yield blocks[first:]

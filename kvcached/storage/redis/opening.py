@@ -1,0 +1,102 @@
+"""Opens the backend `redis`, if packages, settings and server are what it needs."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from kvcached.storage.backend import Storage, StorageMisconfigured, StorageUnusable
+from kvcached.storage.redis.settings import RedisSettings
+from kvcached.storage.secret_file import read_private
+from kvcached.storage.settings import checked
+
+if TYPE_CHECKING:
+    from kvcached.storage.redis.connections import Connections
+
+#: What the extra `redis` brings.
+PACKAGES: Final = "redis hiredis"
+
+_log: Final = logging.getLogger(__name__)
+_TIMEOUT_S: Final = 5.0
+#: Scripts that may write where the server has no memory left.
+_VERSION_MIN: Final = 7
+
+
+def open_redis(settings: dict[str, object]) -> Storage:
+    """The backend `redis`.
+
+    Raises:
+        StorageMisconfigured: a package is missing, settings are wrong, or the server refuses its user.
+        StorageUnusable: the server cannot be used now.
+    """
+    valid = checked(RedisSettings, settings, "redis")
+    if missing := [name for name in PACKAGES.split() if find_spec(name) is None]:
+        what = f"the backend redis needs the package {missing[0]}"
+        raise StorageMisconfigured(f"{what}: pip install {PACKAGES}")
+    from kvcached.storage.redis.backend import RedisStorage  # noqa: PLC0415 - needs optional packages
+    from kvcached.storage.redis.connections import Connections  # noqa: PLC0415 - the same
+
+    _check_certificates(valid)
+    connections = Connections(valid)
+    try:
+        _check_server(valid, connections)
+    except StorageUnusable:
+        connections.close()
+        raise
+    return RedisStorage(valid, connections)
+
+
+def _check_certificates(settings: RedisSettings) -> None:
+    """Name the file that is at fault, which the error of a connection does not."""
+    if settings.key_file is not None:
+        read_private(settings.key_file, "redis storage: key_file")
+    for name, path in (("ca_file", settings.ca_file), ("certificate_file", settings.certificate_file)):
+        context = ssl.create_default_context()
+        try:
+            if path is not None and name == "ca_file":
+                context.load_verify_locations(cafile=path)
+            elif path is not None:
+                context.load_cert_chain(path, settings.key_file, password="")
+        except OSError as error:  # SSLError is one
+            fix = "name a file in PEM that the daemon's user can read"
+            raise StorageUnusable(f"redis storage: {name}: {path}: {error.strerror or error}; {fix}") from error
+
+
+def _check_server(settings: RedisSettings, connections: Connections) -> None:
+    """Ask the server what it is.
+
+    Raises:
+        StorageMisconfigured: it is none that can be used, or refuses its user.
+        StorageUnusable: it cannot be reached now, or cannot be written now.
+    """
+    from redis.exceptions import AuthenticationError, NoPermissionError, RedisError  # noqa: PLC0415 - optional
+
+    where = f"redis storage: {settings.server}"
+    try:
+        with connections.taken(_TIMEOUT_S) as exchange:
+            info = _fields(exchange.ask(b"INFO"))
+    except AuthenticationError as error:
+        fix = "set username and password_file as the server has them"
+        raise StorageMisconfigured(f"{where} refuses the user: {error}; {fix}") from error
+    except NoPermissionError as error:
+        raise StorageMisconfigured(f"{where}: {error}; give the user the permissions in docs/storage.md") from error
+    except (RedisError, OSError) as error:
+        if "DB index" in str(error):
+            raise StorageMisconfigured(f"{where}: {error}; name a database that it has in url") from error
+        raise StorageUnusable(f"{where}: {error}; start the server, or name another one in url") from error
+    if int(info.get("redis_version", "0").split(".")[0]) < _VERSION_MIN:
+        raise StorageMisconfigured(f"{where} is too old; use Valkey, or Redis {_VERSION_MIN} or newer")
+    if info.get("cluster_enabled") == "1":
+        raise StorageMisconfigured(f"{where} is a node of a cluster; name a server that is none")
+    if info.get("role") == "slave":
+        raise StorageUnusable(f"{where} is a replica, which may not be written; name the primary in url")
+    if info.get("maxmemory_policy") == "allkeys-random":
+        _log.warning("%s may evict the record of generations: set maxmemory-policy to allkeys-lru", where)
+
+
+def _fields(info: bytes) -> dict[str, str]:
+    from kvcached.storage.redis.fullness import fields_of  # noqa: PLC0415 - needs optional packages
+
+    return fields_of(info)
