@@ -86,7 +86,7 @@ def _check_server(settings: RedisSettings, connections: Connections) -> None:
         if "DB index" in str(error):
             raise StorageMisconfigured(f"{where}: {error}; name a database that it has in url") from error
         raise StorageUnusable(f"{where}: {error}; start the server, or name another one in url") from error
-    if int(info.get("redis_version", "0").split(".")[0]) < _VERSION_MIN:
+    if int(info.get("redis_version", "").partition(".")[0] or _VERSION_MIN) < _VERSION_MIN:
         raise StorageMisconfigured(f"{where} is too old; use Valkey, or Redis {_VERSION_MIN} or newer")
     if info.get("cluster_enabled") == "1":
         raise StorageMisconfigured(f"{where} is a node of a cluster; name a server that is none")

@@ -198,6 +198,35 @@ def _passed(source: socket.socket, target: socket.socket) -> bool:
 
 
 @contextmanager
+def stalling(server: Server, passed_bytes: int) -> Iterator[int]:
+    """A port whose first client gets so many bytes, and the rest only when it has closed; others get everything."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve_first() -> None:
+        with closing(socket.socket(socket.AF_UNIX)) as inside:
+            outside, _ = listener.accept()
+            with outside:
+                inside.connect(str(server.socket))
+                inside.settimeout(0.1)
+                left = passed_bytes
+                while request := outside.recv(1 << 16):
+                    inside.sendall(request)
+                    with suppress(TimeoutError):
+                        while left and (reply := inside.recv(left)):
+                            left -= len(reply)
+                            outside.sendall(reply)
+        _let_in(listener, server, None)
+
+    threading.Thread(target=serve_first, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@contextmanager
 def speaking(reply: bytes) -> Iterator[int]:
     """A port of the loopback interface where one client gets the same reply to whatever it says."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

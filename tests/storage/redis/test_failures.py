@@ -11,9 +11,10 @@ from kvcached.storage.backend import ABSENT, DONE, Outcome, Storage
 from kvcached.storage.redis import backend
 from kvcached.storage.redis.backend import RedisStorage
 from kvcached.storage.redis.connections import Connections
+from kvcached.storage.redis.opening import open_redis
 from kvcached.storage.redis.settings import RedisSettings
 from tests.storage.disks import get, put
-from tests.storage.redis.servers import Server, opened, running
+from tests.storage.redis.servers import Server, opened, running, stalling
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, stored
 
 SHORT_S = 0.2
@@ -52,6 +53,26 @@ def test_hung_server_does_not_hold_calls() -> None:
             block = asked(2)
             assert storage.get([block], timeout_s=TIMEOUT_S) == [DONE]
             assert is_right(block, 2)
+
+
+def test_part_of_a_value_is_not_taken_for_one(server: Server) -> None:
+    """Where a reply stops in the middle of a value, the blocks before it are right and the rest fails in time."""
+    with opened(server, "stalls") as storage:
+        put(storage, 1, 2, 3)
+    with (
+        stalling(server, 50_000) as port,  # INFO, two values and a part of one
+        closing(open_redis({"url": f"redis://127.0.0.1:{port}", "prefix": "stalls"})) as storage,
+    ):
+        cast("RedisStorage", storage)._connections._idle[0].socket_timeout = 0.5
+        blocks = [asked(number) for number in (1, 2, 3)]
+        began_s = time.monotonic()
+        results = storage.get(blocks, timeout_s=0.5)
+
+        assert time.monotonic() - began_s < 0.5 + SLACK_S
+        assert results[-1].outcome is Outcome.FAILED
+        whole = [is_right(*each) for each in zip(blocks, (1, 2, 3), strict=True)]
+        assert whole == [result == DONE for result in results] == [True, True, False]
+        assert [get(storage, number) for number in (3, 1, 2)] == [DONE] * 3
 
 
 def test_connection_with_an_unread_reply_is_not_used_again(server: Server) -> None:

@@ -7,12 +7,14 @@ import ssl
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 from redis.exceptions import RedisError
 
 from kvcached.storage.backend import DONE, Outcome, Storage, StorageMisconfigured, StorageUnusable
 from kvcached.storage.redis import opening
+from kvcached.storage.redis.backend import RedisStorage
 from kvcached.storage.redis.opening import open_redis
 from tests.project.source_tree import ROOT
 from tests.storage.disks import get, put
@@ -226,7 +228,9 @@ def test_blocks_cross_tls(server: Server, certificates: Certificates) -> None:
         settings = {"url": f"rediss://127.0.0.1:{port}", "prefix": "tls", "ca_file": certificates.authority}
         with closing(open_redis(settings)) as storage:
             assert put(storage, 1, 2) == [Outcome.DONE] * 2
+            (connection,) = cast("RedisStorage", storage)._connections._idle
             assert get(storage, 2) == DONE
+            assert cast("RedisStorage", storage)._connections._idle == [connection]
 
 
 def test_server_proves_who_it_is(server: Server, certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
