@@ -7,10 +7,12 @@ the server hold of them. Each has a reply of its own.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
-from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import AskError, NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from kvcached.storage.backend import (
     ABSENT,
@@ -26,6 +28,7 @@ from kvcached.storage.backend import (
 )
 from kvcached.storage.redis.connections import UNREACHABLE, Command, Connections, Reply, accepted
 from kvcached.storage.redis.fullness import Fullness
+from kvcached.storage.redis.nodes import Nodes
 from kvcached.storage.redis.settings import RedisSettings
 
 #: Values on their way in one thread, unless a single one is larger.
@@ -46,23 +49,23 @@ return 1
 
 
 class RedisStorage(Storage):
-    """The keys of one prefix in one server.
+    """The keys of one prefix in a server or cluster.
 
     Raises:
         RedisError, OSError, StorageUnusable: from every method but `get`, `put` and `usage`, where the server fails.
     """
 
-    def __init__(self, settings: RedisSettings, connections: Connections) -> None:
+    def __init__(self, settings: RedisSettings, nodes: Nodes) -> None:
         self.capabilities = Capabilities(threads=settings.threads, is_shared=True)
-        self._connections = connections
+        self._nodes = nodes
         self._names = f"{settings.prefix}:b:".encode()
         self._record = record_of(settings)
         self._expiry = () if settings.ttl_s is None else (b"EX", b"%d" % settings.ttl_s)
-        self._fullness = Fullness(connections, self._record)
+        self._fullness = Fullness(nodes, self._record)
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """In one round trip."""
-        return [found == 1 for found in self._all([(b"EXISTS", self._name(key)) for key in keys], timeout_s)]
+        """In one round trip to each server."""
+        return [found == 1 for found in self._all(b"EXISTS", list(map(self._name, keys)), timeout_s)]
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read values; a value of another size is absent."""
@@ -77,21 +80,18 @@ class RedisStorage(Storage):
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """The server frees their memory in the background."""
-        count = sum(self._all([(b"UNLINK", self._name(key)) for key in keys], timeout_s))
+        count: int = sum(self._all(b"UNLINK", list(map(self._name, keys)), timeout_s))
         self._fullness.expire()
         return count
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
-        """Look at all keys of the server, step by step; each step is answered in time, or this fails."""
+        """Look at all keys of each server, step by step; each step is answered in time, or this fails."""
         start = self._names + prefix.hex().encode()
         pattern = start + b"?" * (len(self._names) + 2 * STORED_KEY_BYTES - len(start))
-        count, cursor = 0, b""
-        while cursor != b"0":
-            with self._connections.taken(timeout_s) as exchange:
-                cursor, names = exchange.ask(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", _KEYS_PER_STEP)
-                exchange.send([(b"UNLINK", name) for name in names])
-                replies = [exchange.read() for _ in names]
-            count += sum(map(accepted, replies))
+        count = 0
+        with self._finding():
+            for server in self._nodes.all(time.monotonic() + timeout_s):
+                count += sum(_cleared(server, pattern, timeout_s))
         self._fullness.expire()
         return count
 
@@ -101,30 +101,49 @@ class RedisStorage(Storage):
 
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
         """The fields of one key."""
-        ((version, data),) = self._all([(b"HMGET", self._record, b"version", b"data")], timeout_s)
+        ((version, data),) = self._all(b"HMGET", [self._record], timeout_s, (b"version", b"data"))
         return None if version is None or data is None else VersionedRecord(data, version)
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
         """By a script, which nothing interrupts. A random version does not come again when the server was emptied."""
         version = secrets.token_bytes(_VERSION_BYTES)
-        command = (b"EVAL", _WRITE_RECORD, b"1", self._record, after, version, data)
-        return version if self._all([command], timeout_s) == [1] else None
+        with self._finding():
+            until_s = time.monotonic() + timeout_s
+            ((server, _),) = self._nodes.of([self._record], until_s)
+            with server.taken(timeout_s, until_s) as exchange:
+                exchange.send([(b"EVAL", _WRITE_RECORD, b"1", self._record, after, version, data)])
+                reply = exchange.read()
+            return version if accepted(reply) == 1 else None
 
     def close(self) -> None:
         """Close the connections."""
-        self._connections.close()
+        self._nodes.close()
 
     def _name(self, key: bytes) -> bytes:
         return self._names + key.hex().encode()
 
-    def _all(self, commands: Sequence[Command], timeout_s: float) -> list[Reply]:
-        """The replies to all commands; one that is an error is raised."""
-        if not commands:
-            return []
-        with self._connections.taken(timeout_s) as exchange:
-            exchange.send(commands)
-            replies = [exchange.read() for _ in commands]
-        return [accepted(reply) for reply in replies]
+    @contextmanager
+    def _finding(self) -> Iterator[None]:
+        """Whatever fails, the next call asks again who has which keys."""
+        try:
+            yield
+        except UNREACHABLE:
+            self._nodes.expire()
+            raise
+
+    def _all(self, command: bytes, names: Sequence[bytes], timeout_s: float, more: Command = ()) -> list[Reply]:
+        """The replies to a command for each key; one that is an error is raised."""
+        replies: list[Reply] = [None] * len(names)
+        if not names:
+            return replies
+        until_s = time.monotonic() + timeout_s
+        with self._finding():
+            for server, numbers in self._nodes.of(names, until_s):
+                with server.taken(timeout_s, until_s) as exchange:
+                    exchange.send((command, names[number], *more) for number in numbers)
+                    for number in numbers:
+                        replies[number] = exchange.read()
+            return [accepted(reply) for reply in replies]
 
     def _each(
         self,
@@ -133,17 +152,29 @@ class RedisStorage(Storage):
         result: Callable[[Block, Reply], Result],
         timeout_s: float,
     ) -> list[Result]:
-        """The result of a command for each block. After the connection fails, the rest has failed."""
-        results: list[Result] = []
+        """The result of a command for each block. After a connection fails, the rest of what it was for has failed."""
+        results: dict[int, Result] = {}
+        until_s = time.monotonic() + timeout_s
+        failure = ""
         try:
-            with self._connections.taken(timeout_s) as exchange:
-                for some in _portions(blocks):
-                    exchange.send(map(command, some))
-                    for block in some:
-                        results.append(result(block, exchange.read()))  # noqa: PERF401 - those before a failure count
+            found = self._nodes.of([self._name(block.key) for block in blocks], until_s)
         except UNREACHABLE as error:
-            results += [Result(Outcome.FAILED, str(error))] * (len(blocks) - len(results))
-        return results
+            found, failure = [], str(error)
+        for server, numbers in found:
+            try:
+                with server.taken(timeout_s, until_s) as exchange:
+                    for some in _portions(blocks, numbers):
+                        exchange.send(command(blocks[number]) for number in some)
+                        for number in some:
+                            reply = exchange.read()
+                            results[number] = result(blocks[number], reply)
+                            if isinstance(reply, AskError):
+                                self._nodes.expire()
+            except UNREACHABLE as error:
+                self._nodes.expire()
+                failure = str(error)
+                results |= {number: Result(Outcome.FAILED, failure) for number in numbers if number not in results}
+        return [results.get(number, Result(Outcome.FAILED, failure)) for number in range(len(blocks))]
 
 
 def record_of(settings: RedisSettings) -> bytes:
@@ -176,17 +207,30 @@ def _refused(error: ResponseError) -> Result:
         return Result(Outcome.FAILED, "the server has become a read-only replica; name the primary in url")
     if isinstance(error, NoPermissionError):
         return Result(Outcome.FAILED, f"{error}; give the user the permissions in docs/storage.md")
+    if isinstance(error, AskError):  # or MovedError, which is one
+        return Result(Outcome.FAILED, "another node of the cluster has this slot of keys now; the next call asks which")
     if str(error).startswith("WRONGTYPE"):
         return Result(Outcome.FAILED, "another program has a key of this name; delete it, or choose another prefix")
     return Result(Outcome.FAILED, str(error))
 
 
-def _portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+def _portions(blocks: Sequence[Block], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
     first = size_bytes = 0
-    for number, block in enumerate(blocks):
-        if size_bytes and size_bytes + block.size_bytes > BYTES_AT_ONCE_MAX:
-            yield blocks[first:number]
-            first = number
+    for at, number in enumerate(numbers):
+        if size_bytes and size_bytes + blocks[number].size_bytes > BYTES_AT_ONCE_MAX:
+            yield numbers[first:at]
+            first = at
             size_bytes = 0
-        size_bytes += block.size_bytes
-    yield blocks[first:]
+        size_bytes += blocks[number].size_bytes
+    yield numbers[first:]
+
+
+def _cleared(server: Connections, pattern: bytes, timeout_s: float) -> Iterator[int]:
+    """Delete what has such names; how many there were, step by step."""
+    cursor = b""
+    while cursor != b"0":
+        with server.taken(timeout_s) as exchange:
+            cursor, names = exchange.ask(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", _KEYS_PER_STEP)
+            exchange.send((b"UNLINK", name) for name in names)
+            replies = [exchange.read() for _ in names]
+        yield sum(map(accepted, replies))

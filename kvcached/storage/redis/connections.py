@@ -17,7 +17,7 @@ from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvcached.storage.backend import StorageUnusable
-from kvcached.storage.redis.settings import RedisSettings
+from kvcached.storage.redis.settings import RedisSettings, Server
 from kvcached.storage.secret_file import read_private
 
 #: An argument of several parts is one value.
@@ -80,26 +80,30 @@ class Exchange:
 
 
 class Connections:
-    """As many connections as threads use at a time."""
+    """As many connections to one server as threads use at a time."""
 
-    def __init__(self, settings: RedisSettings) -> None:
+    def __init__(self, settings: RedisSettings, server: Server) -> None:
+        self.server = server
         self._settings = settings
         self._idle: list[_Connection] = []
         #: Whether the last exchange failed.
         self.is_away = False
 
     @contextmanager
-    def taken(self, timeout_s: float, *, sends_little: bool = False) -> Iterator[Exchange]:
+    def taken(
+        self, timeout_s: float, until_s: float | None = None, *, sends_little: bool = False
+    ) -> Iterator[Exchange]:
         """A connection for one thread.
 
         Args:
             timeout_s: how long all of it may take.
+            until_s: when it has to end, if it is a part of a call that has begun.
             sends_little: it can use a connection that another call has made, whose time to send is another one.
 
         Raises:
             RedisError, OSError, StorageUnusable: the server cannot be reached, does not answer, or lets nobody in.
         """
-        until_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + timeout_s if until_s is None else until_s
         connection = self._alive(None if sends_little else timeout_s) or self._new(timeout_s)
         exchange = Exchange(connection, until_s)
         try:
@@ -133,7 +137,7 @@ class Connections:
         return None
 
     def _new(self, timeout_s: float) -> _Connection:
-        settings, server = self._settings, self._settings.server
+        settings, server = self._settings, self.server
         options: dict[str, Any] = {
             "protocol": 2,
             "driver_info": None,

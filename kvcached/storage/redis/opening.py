@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,7 @@ from kvcached.storage.secret_file import read_private
 from kvcached.storage.settings import checked
 
 if TYPE_CHECKING:
-    from kvcached.storage.redis.connections import Connections
+    from kvcached.storage.redis.nodes import Nodes
 
 #: What the extra `redis` brings.
 PACKAGES: Final = "redis hiredis"
@@ -36,16 +37,16 @@ def open_redis(settings: dict[str, object]) -> Storage:
         what = f"the backend redis needs the package {missing[0]}"
         raise StorageMisconfigured(f"{what}: pip install {PACKAGES}")
     from kvcached.storage.redis.backend import RedisStorage  # noqa: PLC0415 - needs optional packages
-    from kvcached.storage.redis.connections import Connections  # noqa: PLC0415 - the same
+    from kvcached.storage.redis.nodes import Nodes  # noqa: PLC0415 - the same
 
     _check_certificates(valid)
-    connections = Connections(valid)
+    nodes = Nodes(valid)
     try:
-        _check_server(valid, connections)
+        _check_server(valid, nodes)
     except StorageUnusable:
-        connections.close()
+        nodes.close()
         raise
-    return RedisStorage(valid, connections)
+    return RedisStorage(valid, nodes)
 
 
 def _check_certificates(settings: RedisSettings) -> None:
@@ -64,7 +65,7 @@ def _check_certificates(settings: RedisSettings) -> None:
             raise StorageUnusable(f"redis storage: {name}: {path}: {error.strerror or error}; {fix}") from error
 
 
-def _check_server(settings: RedisSettings, connections: Connections) -> None:
+def _check_server(settings: RedisSettings, nodes: Nodes) -> None:
     """Ask the server what it is.
 
     Raises:
@@ -75,8 +76,13 @@ def _check_server(settings: RedisSettings, connections: Connections) -> None:
 
     where = f"redis storage: {settings.server}"
     try:
-        with connections.taken(_TIMEOUT_S) as exchange:
+        with nodes.first.taken(_TIMEOUT_S) as exchange:
             info = _fields(exchange.ask(b"INFO"))
+        is_cluster = info.get("cluster_enabled") == "1"
+        if is_cluster and settings.server.path:
+            raise StorageMisconfigured(f"{where} is a node of a cluster; name a host and a port in url")
+        if is_cluster:
+            nodes.spread(time.monotonic() + _TIMEOUT_S)
     except AuthenticationError as error:
         fix = "set username and password_file as the server has them"
         raise StorageMisconfigured(f"{where} refuses the user: {error}; {fix}") from error
@@ -88,9 +94,7 @@ def _check_server(settings: RedisSettings, connections: Connections) -> None:
         raise StorageUnusable(f"{where}: {error}; start the server, or name another one in url") from error
     if int(info.get("redis_version", "").partition(".")[0] or _VERSION_MIN) < _VERSION_MIN:
         raise StorageMisconfigured(f"{where} is too old; use Valkey, or Redis {_VERSION_MIN} or newer")
-    if info.get("cluster_enabled") == "1":
-        raise StorageMisconfigured(f"{where} is a node of a cluster; name a server that is none")
-    if info.get("role") == "slave":
+    if info.get("role") == "slave" and not is_cluster:
         raise StorageUnusable(f"{where} is a replica, which may not be written; name the primary in url")
     if info.get("maxmemory_policy") == "allkeys-random":
         _log.warning("%s may evict the record of generations: set maxmemory-policy to allkeys-lru", where)

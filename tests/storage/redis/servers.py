@@ -34,7 +34,8 @@ PATIENCE_S = 10.0
 class Server:
     """A server on a Unix socket that keeps nothing; it ends with this process."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, port: int = 0) -> None:
+        self.port = port
         self.directory = Path(tempfile.mkdtemp(prefix="valkey-"))
         self.socket = self.directory / "socket"
         self.url = f"unix://{self.socket}"
@@ -43,8 +44,9 @@ class Server:
 
     def start(self) -> None:
         """Start it; returns when it answers."""
-        fixed = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.directory), "--save", ""]
-        command = [str(get_binary_path()), *fixed, "--loglevel", "warning", *self._options]
+        places = ["--unixsocket", str(self.socket), "--dir", str(self.directory)]
+        fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--loglevel", "warning"]
+        command = [str(get_binary_path()), *places, *fixed, *self._options]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 command,

@@ -63,7 +63,7 @@ def test_part_of_a_value_is_not_taken_for_one(server: Server) -> None:
         stalling(server, 50_000) as port,  # INFO, two values and a part of one
         closing(open_redis({"url": f"redis://127.0.0.1:{port}", "prefix": "stalls"})) as storage,
     ):
-        cast("RedisStorage", storage)._connections._idle[0].socket_timeout = 0.5
+        cast("RedisStorage", storage)._nodes.first._idle[0].socket_timeout = 0.5
         blocks = [asked(number) for number in (1, 2, 3)]
         began_s = time.monotonic()
         results = storage.get(blocks, timeout_s=0.5)
@@ -77,7 +77,8 @@ def test_part_of_a_value_is_not_taken_for_one(server: Server) -> None:
 
 def test_connection_with_an_unread_reply_is_not_used_again(server: Server) -> None:
     """Whatever ends an exchange before its last reply, the next one begins on another connection."""
-    with closing(Connections(RedisSettings(url=server.url))) as connections:
+    settings = RedisSettings(url=server.url)
+    with closing(Connections(settings, settings.server)) as connections:
         for number in range(3):
             with suppress(KeyError), connections.taken(TIMEOUT_S) as exchange:
                 exchange.send([(b"ECHO", b"%d" % number), (b"ECHO", b"late")])
@@ -205,7 +206,7 @@ def test_replica_refuses_blocks_in_words() -> None:
 
         assert {each.outcome for each in results} == {Outcome.FAILED}
         assert "read-only replica" in results[0].detail
-        assert cast("RedisStorage", storage)._connections._idle == []
+        assert cast("RedisStorage", storage)._nodes.first._idle == []
         server.ask("REPLICAOF", "NO", "ONE")
         assert put(storage, 2) == [Outcome.DONE]
 

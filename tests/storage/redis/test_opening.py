@@ -12,16 +12,14 @@ from typing import cast
 import pytest
 from redis.exceptions import RedisError
 
-from kvcached.storage.backend import DONE, Outcome, Storage, StorageMisconfigured, StorageUnusable
+from kvcached.storage.backend import DONE, Outcome, StorageMisconfigured, StorageUnusable
 from kvcached.storage.redis import opening
 from kvcached.storage.redis.backend import RedisStorage
 from kvcached.storage.redis.opening import open_redis
-from tests.project.source_tree import ROOT
 from tests.storage.disks import get, put
 from tests.storage.redis.servers import Certificates, Server, door, opened, private, running, speaking
-from tests.storage.values import KIND, TIMEOUT_S, key, stored
-
-PASSWORD = "correct horse"  # noqa: S105 - of servers that end with the test
+from tests.storage.redis.users import PASSWORD, documented_user, whole_use
+from tests.storage.values import TIMEOUT_S, key, stored
 
 
 def refusal(**settings: object) -> StorageUnusable:
@@ -35,12 +33,6 @@ def refusal(**settings: object) -> StorageUnusable:
 def is_for_good(error: StorageUnusable) -> bool:
     """Whether it is not tried again."""
     return isinstance(error, StorageMisconfigured)
-
-
-def documented_user() -> list[str]:
-    """The command in docs/storage.md that makes a user, with a password."""
-    (line,) = re.findall(r"^ACL SETUSER .*$", (ROOT / "docs/storage.md").read_text(), re.MULTILINE)
-    return [each.replace(">PASSWORD", f">{PASSWORD}") for each in line.split()]
 
 
 def test_password_is_read_from_its_file(tmp_path: Path) -> None:
@@ -114,17 +106,6 @@ def _password(tmp_path: Path) -> Path:
     return private(tmp_path / "password", PASSWORD)
 
 
-def whole_use(storage: Storage) -> bool:
-    """All that a daemon does; False where blocks fail or nothing is known of the server."""
-    version = storage.write_record(b"record", b"", timeout_s=TIMEOUT_S)
-    assert storage.read_record(timeout_s=TIMEOUT_S) == (b"record", version)
-    works = put(storage, 1, 2) == [Outcome.DONE] * 2 and get(storage, 1) == DONE
-    works &= storage.exists([key(1)], timeout_s=TIMEOUT_S) == [True]
-    works &= storage.delete([key(1)], timeout_s=TIMEOUT_S) == 1
-    works &= storage.clear(KIND.prefix(), timeout_s=TIMEOUT_S) == 1
-    return works and storage.usage().size_bytes > 0
-
-
 def test_absent_server_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing listens, or the name is unknown, opening may succeed later; the message names the server."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -173,8 +154,8 @@ def test_loading_server_is_tried_again() -> None:
     assert "loading" in str(error)
 
 
-def test_node_of_a_cluster_is_refused() -> None:
-    """A cluster spreads keys over servers, which this backend does not follow."""
+def test_socket_of_a_node_of_a_cluster_is_refused() -> None:
+    """The nodes of a cluster name each other by hosts and ports."""
     with running("--cluster-enabled", "yes") as server:
         error = refusal(**server.settings("test"))
 
@@ -228,9 +209,9 @@ def test_blocks_cross_tls(server: Server, certificates: Certificates) -> None:
         settings = {"url": f"rediss://127.0.0.1:{port}", "prefix": "tls", "ca_file": certificates.authority}
         with closing(open_redis(settings)) as storage:
             assert put(storage, 1, 2) == [Outcome.DONE] * 2
-            (connection,) = cast("RedisStorage", storage)._connections._idle
+            (connection,) = cast("RedisStorage", storage)._nodes.first._idle
             assert get(storage, 2) == DONE
-            assert cast("RedisStorage", storage)._connections._idle == [connection]
+            assert cast("RedisStorage", storage)._nodes.first._idle == [connection]
 
 
 def test_server_proves_who_it_is(server: Server, certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
