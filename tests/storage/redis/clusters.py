@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -53,11 +53,17 @@ def replica_of(servers: Cluster, primary: Server) -> Iterator[Server]:
         yield node
 
 
-def fail_over(node: Server) -> None:
-    """The replica takes the place of its primary, as after an order of an administrator."""
+def fail_over(node: Server, others: Sequence[Server], *how: str) -> None:
+    """The replica takes the place of its primary, as after an order of an administrator; the others know it."""
     _wait(lambda: b"slave" in node.ask("CLUSTER", "NODES"))
-    node.ask("CLUSTER", "FAILOVER")
+    node.ask("CLUSTER", "FAILOVER", *how)
     _wait(lambda: node.ask("INFO", "replication")["role"] == "master")
+    _wait(lambda: all(node.port in _primaries(other) for other in others))
+
+
+def _primaries(node: Server) -> set[int]:
+    """The ports of the nodes that have slots, as one of them knows."""
+    return {port for _, _, (_, port, *_), *_ in node.ask("CLUSTER", "SLOTS")}
 
 
 def _wait(is_so: Callable[[], bool]) -> None:

@@ -92,6 +92,8 @@ def test_hung_node_fails_its_own_blocks() -> None:
                 assert time.monotonic() - began_s < 2 * SHORT_S + SLACK_S
                 assert {number for number, result in enumerate(results) if result != DONE} >= theirs
             assert storage.usage().size_bytes == -1
+            other = next(number for number in numbers if number not in theirs)
+            assert storage.exists([key(other)], timeout_s=SHORT_S) == [True]
         assert [get(storage, number) for number in numbers] == [DONE] * 12
 
 
@@ -109,23 +111,25 @@ def test_blocks_of_a_dead_node_are_lost_alone() -> None:
             assert {results[number].outcome for number in theirs} == {Outcome.FAILED}
 
 
-def test_failover_is_followed() -> None:
+@pytest.mark.parametrize("has_died", [False, True])
+def test_failover_is_followed(has_died: bool) -> None:
     """A replica that has taken the place of its primary is asked by the second call at the latest; no block is lost."""
     with (
         cluster() as servers,
-        replica_of(servers, servers.nodes[1]) as replica,
+        replica_of(servers, servers.nodes[0]) as replica,
         closing(open_redis(servers.settings("test"))) as storage,
     ):
         numbers = range(12)
         put(storage, *numbers)
-        servers.nodes[1].ask("WAIT", 1, 5000)
-        fail_over(replica)
-        storage.put([stored(number) for number in numbers], timeout_s=TIMEOUT_S)
+        servers.nodes[0].ask("WAIT", 1, 5000)
+        if has_died:
+            servers.nodes[0].kill()
+        fail_over(replica, [*servers.nodes[has_died:]], *(["TAKEOVER"] if has_died else []))
+        first = put(storage, *numbers)
 
+        assert set(first) == {Outcome.DONE, Outcome.FAILED}
         assert [get(storage, number) for number in numbers] == [DONE] * 12
-        servers.nodes[1].kill()
         assert put(storage, *numbers) == [Outcome.DONE] * 12
-        storage.exists([key(1)], timeout_s=TIMEOUT_S)
         assert storage.usage().size_bytes > 0
 
 

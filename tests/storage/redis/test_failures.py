@@ -84,6 +84,9 @@ def test_connection_with_an_unread_reply_is_not_used_again(server: Server) -> No
                 exchange.send([(b"ECHO", b"%d" % number), (b"ECHO", b"late")])
                 assert exchange.read() == b"%d" % number
                 raise KeyError
+        with suppress(KeyError), connections.taken(TIMEOUT_S) as exchange:
+            exchange.send([(b"BLPOP", b"nothing", b"0.2")])  # whose reply comes while the next one is waited for
+            raise KeyError
         with connections.taken(TIMEOUT_S) as exchange:
             first = exchange._connection
             assert exchange.ask(b"ECHO", b"right") == b"right"
@@ -106,6 +109,7 @@ def test_restarted_server_is_found_again() -> None:
 def test_absent_server_fails_calls_until_it_is_back() -> None:
     """While there is no server all blocks fail, with the reason, and nothing waits; then calls succeed."""
     with running() as server, opened(server) as storage:
+        assert storage.usage().size_bytes > 0
         server.kill()
         began_s = time.monotonic()
         results = storage.put([stored(1), stored(2)], timeout_s=TIMEOUT_S)
