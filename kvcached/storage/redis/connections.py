@@ -48,7 +48,7 @@ class Exchange:
         Raises:
             RedisError: the connection failed, or there is no time left.
         """
-        self._left_s()
+        self.left_s()
         self._connection.send_packed_command(packed(commands))
 
     def read(self) -> Reply:
@@ -58,7 +58,7 @@ class Exchange:
             RedisError: the connection failed, or the reply did not come in time.
         """
         try:
-            return self._connection.read_response(disable_decoding=True, timeout=self._left_s())
+            return self._connection.read_response(disable_decoding=True, timeout=self.left_s())
         except ResponseError as error:
             self.is_stale |= isinstance(error, ReadOnlyError)
             return error
@@ -72,7 +72,12 @@ class Exchange:
         self.send([command])
         return accepted(self.read())
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
+        """The time until its deadline.
+
+        Raises:
+            RedisTimeoutError: there is none.
+        """
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise RedisTimeoutError("the server did not answer in time")
@@ -107,6 +112,7 @@ class Connections:
         connection = self._alive(None if sends_little else timeout_s) or self._new(timeout_s)
         exchange = Exchange(connection, until_s)
         try:
+            exchange.left_s()  # a part of a call whose time is up does not begin to connect
             connection.connect()
             yield exchange
         except BaseException:

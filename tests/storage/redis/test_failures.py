@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -92,6 +93,17 @@ def test_connection_with_an_unread_reply_is_not_used_again(server: Server) -> No
             assert exchange.ask(b"ECHO", b"right") == b"right"
         with connections.taken(TIMEOUT_S) as exchange:
             assert exchange._connection is first
+
+
+def test_call_whose_time_is_up_does_not_connect(tmp_path: Path) -> None:
+    """Where earlier parts of a call have used up its time, the next one fails without a look at its server."""
+    settings = RedisSettings(url=f"unix://{tmp_path}/none")
+    connections = Connections(settings, settings.server)
+
+    with pytest.raises(RedisError, match="connecting to"), connections.taken(TIMEOUT_S):
+        pass
+    with pytest.raises(RedisError, match="did not answer in time"), connections.taken(TIMEOUT_S, time.monotonic()):
+        pass
 
 
 def test_restarted_server_is_found_again() -> None:
