@@ -22,7 +22,8 @@ from kvcached.process.user_names import UnknownUser, resolve
 from kvcached.recovery.run_dir import is_claimed
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import CAPACITY_BYTES_MIN, DiskSettings, existing_part, refusal
-from kvcached.storage.encrypted import read_secret
+from kvcached.storage.encryption.backend import read_secret
+from kvcached.storage.redis.settings import RedisSettings
 from kvcached.storage.s3.settings import S3Settings
 from kvcached.worker.messages import DESCRIPTORS_MAX
 from kvcached_client.doctor.memory_bounds import memory_bounds
@@ -32,7 +33,7 @@ from kvcached_client.protocol.key_files import read_key_file
 _STORAGE: Final = "storage"
 _SETTINGS: Final[Location] = (_STORAGE, "settings")
 #: Settings of backends of this distribution that are all there is to look at: a service is not asked here.
-_SCHEMAS: Final[dict[str, type[BaseModel]]] = {"s3": S3Settings}
+_SCHEMAS: Final[dict[str, type[BaseModel]]] = {"redis": RedisSettings, "s3": S3Settings}
 #: What the extra `metrics` brings.
 _HTTP_PACKAGES: Final = ("prometheus_client", "h11")
 

@@ -69,13 +69,16 @@ class ConfigError(Exception):
         self.problems = tuple(problems)
 
 
-def mistake(what: str, fix: str, at: Location = (), value: object = None) -> PydanticCustomError:
+def mistake(
+    what: str, fix: str, at: Location = (), value: object = None, *, is_secret: bool = False
+) -> PydanticCustomError:
     """The error that a validator raises, with its own fix.
 
     The validator of a table passes the path of the key at fault within that table, and its value. The validator of a
-    key passes neither.
+    key passes neither. A value that may contain a secret is not repeated.
     """
-    return PydanticCustomError("kvcached", "{what}", {"what": what, "fix": fix, "at": at, "value": value})
+    told = {"what": what, "fix": fix, "at": at, "value": value, "is_secret": is_secret}
+    return PydanticCustomError("kvcached", "{what}", told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel], places: Places, insi
     what, fix = _explain(details, model, location)
     value = context["value"] if context.get("at") else details["input"]
     is_written = details["type"] != "missing" and not isinstance(value, dict | BaseModel)
+    is_written = is_written and not context.get("is_secret")
     return places.problem((*inside, *location), value if is_written else None, what, fix)
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from kvcached.process.seqpacket import wait_packet
 from kvcached.storage.backend import Storage, StorageMisconfigured, StorageUnusable, open_backend
-from kvcached.storage.encrypted import EncryptedStorage, read_secret
+from kvcached.storage.encryption.backend import EncryptedStorage, read_secret
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import (
     ERROR_SIZE_CHARS_MAX,

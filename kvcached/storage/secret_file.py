@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -32,10 +33,12 @@ def read_private(path: Path, whose: str) -> bytes:
             fix = f"give the file to the daemon's user: chown {os.geteuid()} {name}"
         raise StorageUnusable(f"{whose}: {path}: {error.strerror}; {fix}") from error
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # whose mode is not to be changed
+            raise StorageUnusable(f"{whose}: {path} is no regular file; name a file")
         if not is_private(descriptor):
-            what = "is not a regular file that its owner alone can use"
-            fix = f"chown {os.geteuid()} {name}; chmod 600 {name}"
-            raise StorageUnusable(f"{whose}: {path} {what}; {fix}")
+            own = os.geteuid()
+            what = f"others than user {own} may use {path}, or it belongs to another user"
+            raise StorageUnusable(f"{whose}: {what}; chown {own} {name}; chmod 600 {name}")
         content = os.read(descriptor, _FILE_BYTES_MAX + 1)
     except OSError as error:
         raise StorageUnusable(f"{whose}: {path}: {error.strerror}; name a file") from error

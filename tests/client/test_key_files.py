@@ -14,7 +14,7 @@ import pytest
 from kvcached.process.access import Users
 from kvcached.process.file_access import let_in
 from kvcached.storage.backend import StorageUnusable
-from kvcached.storage.encrypted import read_secret
+from kvcached.storage.encryption.backend import read_secret
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.key_files import key_text, read_key_file
 

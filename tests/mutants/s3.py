@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvcached.storage.s3 import backend, credentials, record
+from kvcached.storage import secret_file
+from kvcached.storage.s3 import backend, record
 from kvcached.storage.s3.backend import S3Storage
 from tests.mutants.mutant import caught_by, rewrite
 
-_CALLS = "tests/storage/test_s3.py::"
-_OPENING = "tests/storage/test_s3_opening.py::"
+_CALLS = "tests/storage/s3/test_backend.py::"
+_OPENING = "tests/storage/s3/test_opening.py::"
 
 
 @caught_by(_CALLS + "test_bodies_of_writes_are_copies")
@@ -69,4 +70,4 @@ def s3_endpoint_of_the_environment(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_OPENING + "test_credentials_file_is_private")
 def s3_keys_that_others_read(patch: pytest.MonkeyPatch) -> None:
     """A credentials file that everybody may read is used."""
-    rewrite(patch, credentials._private_text, "not is_private(descriptor)", "False")
+    rewrite(patch, secret_file.read_private, "not is_private(descriptor)", "False")

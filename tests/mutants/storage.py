@@ -17,13 +17,14 @@ from kvcached.service.admin.clears import Clears
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached.shared_record import SharedRecord
-from kvcached.storage import cipher, executor, frame
+from kvcached.storage import executor, frame
 from kvcached.storage.canonical import Rearrangement
 from kvcached.storage.client import StorageLink
 from kvcached.storage.disk import directory
 from kvcached.storage.disk.catalog import DiskCatalog
 from kvcached.storage.disk.index import DiskIndex, Entry
 from kvcached.storage.disk.slots import DiskSpace
+from kvcached.storage.encryption import cipher
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.forgets import Forgets
 from kvcached.storage.messages import Done

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from kvcached.storage import cipher
+from kvcached.storage.encryption import cipher
 from tests.mutants.mutant import NOT_MADE, VARIABLE, DoesNotApply, Mutant, found_at, rewrite
 from tests.mutants.run import EVERY_PROCESS, mutants
 from tests.mutants.storage import encrypted_part_of_any_place
@@ -59,7 +59,7 @@ def test_mistake_in_other_code_is_refused(old: str) -> None:
 
 
 def _started_with(address: str) -> subprocess.CompletedProcess[bytes]:
-    code = "from kvcached.storage import cipher; print(len(cipher._context(bytes(1), 0, bytes(1))))"
+    code = "from kvcached.storage.encryption import cipher; print(len(cipher._context(bytes(1), 0, bytes(1))))"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EVERY_PROCESS}", VARIABLE: address}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=30, check=False)
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvcached.storage.backend import Storage
 from kvcached.storage.disk.backend import DiskStorage
 from kvcached.storage.disk.directory import DiskSettings
-from kvcached.storage.encrypted import EncryptedStorage
+from kvcached.storage.encryption.backend import EncryptedStorage
 from tests.project.source_tree import ROOT
 from tests.storage.contract import StorageContract
 from tests.storage.fault import FaultStorage

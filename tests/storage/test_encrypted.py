@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvcached.storage import encrypted
 from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Result, StorageUnusable, VersionedRecord
-from kvcached.storage.encrypted import EncryptedStorage, read_secret
+from kvcached.storage.encryption import backend as encrypted
+from kvcached.storage.encryption.backend import EncryptedStorage, read_secret
 from tests.service.fleet import FakeShelf
 from tests.storage.disks import flip, opened, put
 from tests.storage.fault import Fault, FaultStorage
@@ -164,7 +164,7 @@ def test_value_without_a_frame_is_a_mistake(storage: EncryptedStorage) -> None:
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the package that encrypts, the message says how to install it."""
-    monkeypatch.setitem(sys.modules, "kvcached.storage.cipher", None)
+    monkeypatch.setitem(sys.modules, "kvcached.storage.encryption.cipher", None)
     with opened(tmp_path / "d") as inner, pytest.raises(StorageUnusable, match="pip install cryptography"):
         EncryptedStorage(inner, SECRET)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from kvcached.config.problems import mistake
 from kvcached.storage.settings import AbsolutePath
@@ -28,6 +29,10 @@ class Server(NamedTuple):
         return self.path or f"{self.host}:{self.port}"
 
 
+def _no_server(what: str, fix: str) -> PydanticCustomError:
+    return mistake(what, fix, is_secret=True)  # the url may hold a password
+
+
 def server_of(url: str) -> Server:
     """The server that a url names.
 
@@ -38,22 +43,22 @@ def server_of(url: str) -> Server:
         parts = urlsplit(url)
         port = parts.port or _PORT
     except ValueError:
-        raise mistake("is no url", "write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH") from None
+        raise _no_server("is no url", "write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH") from None
     if parts.scheme not in _SCHEMES:
-        raise mistake("is no url of a server", "write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH")
+        raise _no_server("is no url of a server", "write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH")
     if "@" in parts.netloc:
-        raise mistake("has a user or a password", "name the user in username, and a file in password_file")
+        raise _no_server("has a user or a password", "name the user in username, and a file in password_file")
     if parts.query or parts.fragment:
-        raise mistake("has more than a server and the number of a database", "leave out what begins with ? or #")
+        raise _no_server("has more than a server and the number of a database", "leave out what begins with ? or #")
     if parts.scheme == "unix":
         if parts.netloc or not parts.path.strip("/"):
-            raise mistake("has no absolute path of a socket", "write unix:///PATH")
+            raise _no_server("has no absolute path of a socket", "write unix:///PATH")
         return Server("", 0, parts.path, 0, is_encrypted=False)
     if not parts.hostname:
-        raise mistake("names no host", f"write {parts.scheme}://HOST:PORT")
+        raise _no_server("names no host", f"write {parts.scheme}://HOST:PORT")
     database = parts.path.strip("/") or "0"
     if not database.isascii() or not database.isdigit():
-        raise mistake("has a path that is no number of a database", f"write {parts.scheme}://HOST:PORT")
+        raise _no_server("has a path that is no number of a database", f"write {parts.scheme}://HOST:PORT")
     return Server(parts.hostname, port, "", int(database), is_encrypted=parts.scheme == "rediss")
 
 

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import configparser
 import logging
-import os
-import shlex
-import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcached.storage.backend import StorageUnusable
-from kvcached_client.protocol.key_files import is_private
+from kvcached.storage.secret_file import read_private
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
 #: How long keys are used before the file is read again. The library asks for new ones five minutes before the end.
 KEEP: Final = timedelta(minutes=10)
-_FILE_BYTES_MAX: Final = 1 << 20
 _ID, _SECRET, _TOKEN = "aws_access_key_id", "aws_secret_access_key", "aws_session_token"
 
 _log: Final = logging.getLogger(__name__)
@@ -58,7 +54,7 @@ class FileCredentials:
 def _read(path: Path, profile: str) -> dict[str, str]:
     parser = configparser.RawConfigParser()
     try:
-        parser.read_string(_private_text(path))
+        parser.read_string(read_private(path, "s3 storage: credentials_file").decode())
     except (configparser.Error, UnicodeDecodeError):  # whose text may show a secret
         raise StorageUnusable(
             f"s3 storage: {path} is no credentials file; it has lines [{profile}], {_ID} = … and {_SECRET} = …"
@@ -70,24 +66,3 @@ def _read(path: Path, profile: str) -> dict[str, str]:
             f"s3 storage: {path} has no {' and no '.join(missing)} in [{profile}]; add it, or name another profile"
         )
     return keys
-
-
-def _private_text(path: Path) -> str:
-    """What is in a file that only this process's user may read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        fix = f"name a file that user {os.geteuid()} can read"
-        raise StorageUnusable(f"s3 storage: the credentials file {path}: {error.strerror}; {fix}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # whose mode is not to be changed
-            raise StorageUnusable(f"s3 storage: {path} is no regular file; name a credentials file")
-        if not is_private(descriptor):
-            own, name = os.geteuid(), shlex.quote(str(path))
-            raise StorageUnusable(
-                f"s3 storage: others than user {own} may use {path}, or it belongs to another user;"
-                f" chown {own} {name}; chmod 600 {name}"
-            )
-        return os.read(descriptor, _FILE_BYTES_MAX).decode()
-    finally:
-        os.close(descriptor)

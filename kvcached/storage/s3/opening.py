@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvcached.storage.backend import StorageMisconfigured, StorageUnusable
 from kvcached.storage.s3.failures import S3Failure
-from kvcached.storage.s3.settings import S3Settings, validated
+from kvcached.storage.s3.settings import S3Settings
+from kvcached.storage.settings import checked
 
 if TYPE_CHECKING:
     from kvcached.storage.s3.backend import S3Storage
@@ -43,8 +44,8 @@ def open_s3(settings: dict[str, object]) -> S3Storage:
         StorageMisconfigured: a setting, a key or a right is wrong, or the service does not compare before it writes.
         StorageUnusable: the service does not answer now.
     """
-    checked = validated(settings)
-    if checked.credentials_file is None and (name := next(filter(os.environ.get, _SECRETS), "")):
+    valid = checked(S3Settings, settings, "s3")
+    if valid.credentials_file is None and (name := next(filter(os.environ.get, _SECRETS), "")):
         what = f"keys in the environment ({name}) are not used"
         fix = "write them to a file, and name it as credentials_file; or unset the variable, to use the machine's role"
         raise StorageMisconfigured(f"s3 storage: {what}; {fix}")
@@ -53,12 +54,12 @@ def open_s3(settings: dict[str, object]) -> S3Storage:
     except ImportError as error:
         raise StorageMisconfigured(f"s3 storage needs the package {PACKAGES}: pip install {PACKAGES}") from error
     with ExitStack() as undo:
-        storage = S3Storage(checked)
+        storage = S3Storage(valid)
         undo.callback(storage.close)
-        storage.is_empty = _tried(storage, checked, storage.holds_nothing(), "list objects")
-        is_right = _tried(storage, checked, storage.honours_conditions(), "write and delete objects")
+        storage.is_empty = _tried(storage, valid, storage.holds_nothing(), "list objects")
+        is_right = _tried(storage, valid, storage.honours_conditions(), "write and delete objects")
         if not is_right:
-            what = f"{checked.service} does not compare before it writes"
+            what = f"{valid.service} does not compare before it writes"
             raise StorageMisconfigured(f"s3 storage: {what}: {_REQUIREMENT}")
         undo.pop_all()
     return storage

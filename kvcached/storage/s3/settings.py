@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 from kvcached.config.problems import mistake
-from kvcached.storage.backend import StorageMisconfigured
+from kvcached.storage.settings import AbsolutePath
 
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 #: What no service and no library writes in another way; a part of two dots would lead out of the prefix.
@@ -32,16 +30,11 @@ def _prefix(prefix: str) -> str:
     return prefix
 
 
-def _absolute(path: Path) -> Path:
-    if not path.is_absolute():
-        raise mistake("is no absolute path", "start it with /: a relative one would depend on where the daemon starts")
-    return path
-
-
 def _endpoint(endpoint: str, info: ValidationInfo) -> str:
     parts = _split(endpoint)
     if parts is None:
-        raise mistake("is no endpoint", 'give "https://HOST" or "https://HOST:PORT", without a path')
+        fix = 'give "https://HOST" or "https://HOST:PORT", without a path'
+        raise mistake("is no endpoint", fix, is_secret=True)  # it may hold a password
     if parts.scheme == "http" and not info.data.get("allow_http") and not _is_loopback(parts.hostname or ""):
         fix = "give https://, or set allow_http = true where nobody else uses the network"
         raise mistake("is not encrypted", fix)
@@ -87,14 +80,14 @@ class S3Settings(BaseModel):
         description="Whether the bucket stands in the path of a request, not in its host. Default: if there is an"
         " endpoint, or the name of the bucket has dots.",
     )
-    credentials_file: Annotated[Path, AfterValidator(_absolute)] | None = Field(
+    credentials_file: AbsolutePath | None = Field(
         default=None,
         description="Keys, as in the shared credentials file of AWS. Default: the role of the machine or Pod.",
     )
     profile: str = Field(
         default="default", min_length=1, max_length=128, description="The section of the credentials file."
     )
-    ca_file: Annotated[Path, AfterValidator(_absolute)] | None = Field(
+    ca_file: AbsolutePath | None = Field(
         default=None, description="Further certificate authorities that the endpoint's certificate may be of, as PEM."
     )
     threads: int = Field(
@@ -116,21 +109,3 @@ class S3Settings(BaseModel):
         """The URL as the library wants it: with the bucket, where that stands in the host."""
         scheme, _, host = self.service.partition("://")
         return self.service if self.has_bucket_in_path else f"{scheme}://{self.bucket}.{host}"
-
-
-def validated(settings: dict[str, object]) -> S3Settings:
-    """Settings from a table of the configuration.
-
-    Raises:
-        StorageMisconfigured: some settings are unknown, missing or out of range; the message names all of them.
-    """
-    try:
-        return S3Settings.model_validate(settings)
-    except ValidationError as error:
-        mistakes = [f"{'.'.join(map(str, each['loc']))}: {_said(each)}" for each in error.errors()]
-        raise StorageMisconfigured(f"s3 storage: {'; '.join(mistakes)}") from error
-
-
-def _said(error: ErrorDetails) -> str:
-    what = error["msg"].removeprefix("Value error, ")
-    return f"{what} ({fix})" if (fix := error.get("ctx", {}).get("fix")) else what

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.storage.backend import Storage
-from kvcached.storage.encrypted import EncryptedStorage
+from kvcached.storage.encryption.backend import EncryptedStorage
 from kvcached.storage.redis.opening import open_redis
 from tests.storage.contract import SharedContract, StorageContract
 from tests.storage.redis.servers import Server

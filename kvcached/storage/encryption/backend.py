@@ -104,7 +104,7 @@ class EncryptedStorage(Storage):
             StorageMisconfigured: the package that encrypts is not installed.
         """
         try:
-            from kvcached.storage.cipher import BlockCipher  # noqa: PLC0415 - needs an optional package
+            from kvcached.storage.encryption.cipher import BlockCipher  # noqa: PLC0415 - needs an optional package
         except ImportError as error:
             raise StorageMisconfigured("encryption needs the package cryptography: pip install cryptography") from error
         if len(secret) != SECRET_BYTES:

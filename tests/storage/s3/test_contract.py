@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvcached.storage.backend import Storage
-from kvcached.storage.encrypted import EncryptedStorage
+from kvcached.storage.encryption.backend import EncryptedStorage
 from kvcached.storage.s3.opening import open_s3
 from kvcached.storage.s3.settings import S3Settings
 from tests.project.source_tree import ROOT
 from tests.storage.contract import SharedContract, StorageContract
-from tests.storage.fake_s3 import FakeS3, fake_s3
-from tests.storage.s3_servers import server
+from tests.storage.s3.servers import server
+from tests.storage.s3.service import FakeS3, fake_s3
 
 
 class TestS3(SharedContract):

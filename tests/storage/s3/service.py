@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from tests.storage.s3_servers import write_keys
+from tests.storage.s3.servers import write_keys
 
 BUCKET = "blocks"
 

@@ -22,10 +22,11 @@ from kvcached.storage.backend import DONE, StorageMisconfigured, StorageUnusable
 from kvcached.storage.s3 import opening
 from kvcached.storage.s3.credentials import FileCredentials
 from kvcached.storage.s3.opening import open_s3
-from kvcached.storage.s3.settings import S3Settings, validated
+from kvcached.storage.s3.settings import S3Settings
+from kvcached.storage.settings import checked
 from tests.project.source_tree import ROOT
-from tests.storage.fake_s3 import FakeS3, fake_s3
-from tests.storage.s3_servers import server, write_keys
+from tests.storage.s3.servers import server, write_keys
+from tests.storage.s3.service import FakeS3, fake_s3
 from tests.storage.values import TIMEOUT_S, stored
 
 
@@ -78,7 +79,8 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_all_mistakes_are_named() -> None:
     """One message names every wrong setting, with what to do where that is not plain."""
     with pytest.raises(StorageMisconfigured) as error:
-        validated(
+        checked(
+            S3Settings,
             {
                 "bucket": "No",
                 "prefix": "/blocks",
@@ -86,7 +88,8 @@ def test_all_mistakes_are_named() -> None:
                 "credentials_file": "keys",
                 "threads": 0,
                 "secret": "aha",
-            }
+            },
+            "s3",
         )
 
     said = str(error.value)
@@ -116,14 +119,14 @@ def test_all_mistakes_are_named() -> None:
 def test_endpoint_is_scheme_host_and_port(endpoint: str) -> None:
     """An endpoint with anything else is a mistake."""
     with pytest.raises(StorageMisconfigured, match="endpoint: is no endpoint"):
-        validated({"bucket": "blocks", "endpoint": endpoint})
+        checked(S3Settings, {"bucket": "blocks", "endpoint": endpoint}, "s3")
 
 
 @pytest.mark.parametrize("prefix", ["", "kvcached", "a//b/", "../a/", "a/./", "ä/", "a b/", "x" * 512 + "/"])
 def test_prefix_is_the_same_to_every_service(prefix: str) -> None:
     """A prefix ends with a slash, and has no part that a service or a library would write in another way."""
     with pytest.raises(StorageMisconfigured, match="prefix: is no prefix"):
-        validated({"bucket": "blocks", "prefix": prefix})
+        checked(S3Settings, {"bucket": "blocks", "prefix": prefix}, "s3")
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9000", "http://[::1]:9000", "http://localhost", "https://x.y/"])

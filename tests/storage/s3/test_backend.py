@@ -19,8 +19,8 @@ from kvcached.storage.s3 import backend
 from kvcached.storage.s3.backend import S3Storage
 from kvcached.storage.s3.failures import S3Failure
 from kvcached.storage.s3.opening import open_s3
-from tests.storage.fake_s3 import FakeS3, fake_s3
-from tests.storage.s3_servers import server
+from tests.storage.s3.servers import server
+from tests.storage.s3.service import FakeS3, fake_s3
 from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, kind, stored
 
 #: What a call may take that has a limit of a second: the machine may be busy.

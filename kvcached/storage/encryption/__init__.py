@@ -1,0 +1,1 @@
+"""Encryption of what another backend stores."""
