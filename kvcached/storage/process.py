@@ -102,7 +102,7 @@ class StorageProcess:
 
     def _ending(self) -> str:
         if self._refusal:
-            return f"cannot use its backend: {self._refusal}"
+            return f"cannot open its backend: {self._refusal}"
         how = self.child.ending()
         reason = f" ({self._reason})" if self._reason and self._reason not in how else ""
         # The last line that it logged, where that is about a start that failed.

@@ -34,11 +34,11 @@ def read_private(path: Path, whose: str) -> bytes:
         raise StorageUnusable(f"{whose}: {path}: {error.strerror}; {fix}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # whose mode is not to be changed
-            raise StorageUnusable(f"{whose}: {path} is no regular file; name a file")
+            raise StorageUnusable(f"{whose}: {path} is not a regular file; name a file")
         if not is_private(descriptor):
             own = os.geteuid()
-            what = f"others than user {own} may use {path}, or it belongs to another user"
-            raise StorageUnusable(f"{whose}: {what}; chown {own} {name}; chmod 600 {name}")
+            what = f"others than user {own} may use it, or it belongs to another user"
+            raise StorageUnusable(f"{whose}: {path}: {what}; chown {own} {name}; chmod 600 {name}")
         content = os.read(descriptor, _FILE_BYTES_MAX + 1)
     except OSError as error:
         raise StorageUnusable(f"{whose}: {path}: {error.strerror}; name a file") from error

@@ -33,6 +33,6 @@ class TestRedisWithExpiry(_InServer, StorageContract):
         return open_redis(self._server.settings(prefix, ttl_s=100, threads=2))
 
 
-class TestEncryptedRedis(_InServer, StorageContract):
+class TestEncryptedRedis(_InServer, SharedContract):
     def open(self, directory: Path) -> Storage:
         return EncryptedStorage(super().open(directory), bytes(range(32)))

@@ -13,7 +13,7 @@ from kvcached.storage.encryption.backend import EncryptedStorage
 from kvcached.storage.s3.opening import open_s3
 from kvcached.storage.s3.settings import S3Settings
 from tests.project.source_tree import ROOT
-from tests.storage.contract import SharedContract, StorageContract
+from tests.storage.contract import SharedContract
 from tests.storage.s3.servers import server
 from tests.storage.s3.service import FakeS3, fake_s3
 
@@ -35,7 +35,7 @@ class TestSeaweedFs(SharedContract):
         return open_s3(server().settings(directory))
 
 
-class TestEncryptedSeaweedFs(StorageContract):
+class TestEncryptedSeaweedFs(SharedContract):
     def open(self, directory: Path) -> Storage:
         return EncryptedStorage(open_s3(server().settings(directory)), bytes(range(32)))
 

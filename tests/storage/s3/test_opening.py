@@ -201,7 +201,7 @@ def test_credentials_file_has_keys(tmp_path: Path, content: str, expected: str) 
 def test_missing_credentials_file_is_named(tmp_path: Path) -> None:
     """A file that is not there may come, as a mounted secret does."""
     assert "No such file" in refusal({"bucket": "blocks", "credentials_file": tmp_path / "keys"}, StorageUnusable)
-    assert "no regular file" in refusal({"bucket": "blocks", "credentials_file": tmp_path}, StorageUnusable)
+    assert "not a regular file" in refusal({"bucket": "blocks", "credentials_file": tmp_path}, StorageUnusable)
 
 
 def test_replaced_keys_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
