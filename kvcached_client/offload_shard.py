@@ -251,14 +251,14 @@ class OffloadShard:
         return self._channel.attach_fileno()
 
     def close(self) -> None:
-        """Unmap the host pool and close the connections. May be called again.
+        """Unmap the host pool and close the connections, when all loads are reported, or after a deadline.
 
         Another thread may call it while one copies: it waits until that copy has been reported. No copy follows.
         """
         with self._copying:
             memory, self._memory = self._memory, None
             _release(memory)
-            self._channel.close()
+            self._channel.close(linger_ms=self._channel.deadline_ms)
 
     def __enter__(self) -> Self:
         return self

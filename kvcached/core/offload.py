@@ -133,8 +133,7 @@ class Offload:
         session.enter_expired(over)
         self._counters["sessions_expired"] += 1
         self._effects.append(SessionExpired(session.id, sum(slot_count(slots) for _, slots in session.quarantined)))
-        if not session.transfers and not session.quarantined:
-            self.end(session)
+        self._end_if_nothing_is_left(session)
 
     def end(self, session: OffloadSession) -> None:
         """None of its processes touches a slot any more: everything that it held is given back."""
@@ -280,9 +279,14 @@ class Offload:
             corrupt: blocks of a load that differ from what was stored, counted from its first block.
 
         Raises:
-            Refusal: no such shard, a copy of the other kind, or corrupt blocks of a store.
+            Refusal: no such shard, a copy of the other kind, corrupt blocks of a store, or the session is over: then
+                the slots of a load are free all the same.
         """
-        session, copy = self._transfer(session_id, transfer, shard)
+        try:
+            session, copy = self._transfer(session_id, transfer, shard)
+        except Refusal:
+            self._hear_late(session_id, transfer, shard, error, corrupt)
+            raise
         if copy is None:
             return None
         if copy.kind is not kind:
@@ -313,9 +317,7 @@ class Offload:
             return StorePlan(TransferId(0), start + len(keys) // KEY_SIZE, lease.generation, [], no_ranges())
         if start != lease.reached:
             raise Refusal(Why.STORE_OUT_OF_ORDER, start=start, lease=lease.id, reached=lease.reached)
-        if (
-            self._table.paused
-        ):  # as where there is no room: what is offered behind the lease's depth may be offered again
+        if self._table.paused:  # as where there is no room: what is behind the lease's depth may be offered again
             return StorePlan(TransferId(0), start, lease.generation, [], no_ranges())
         may_store = self._copies.may_store(session, lease)
         wanted = self._copies.wanted(lease, keys) if may_store else 0
@@ -357,6 +359,25 @@ class Offload:
         if not EVERY_SHARD <= shard < session.namespace.spec.shards:
             raise Refusal(Why.WRONG_SHARD, shard=shard, shards=session.namespace.spec.shards, transfer=transfer)
         return session, copy
+
+    def _hear_late(
+        self, session_id: SessionId, transfer: TransferId, shard: int, error: str, corrupt: tuple[int, ...]
+    ) -> None:
+        """The report of a load came behind the goodbye, by another connection. Only deaths would end the load else."""
+        session = self.sessions.get(session_id)
+        copy = None if session is None else session.transfers.get(transfer)  # of an expired one: loads only
+        if session is None or session.state is not SessionState.EXPIRED or copy is None or shard not in copy.waiting:
+            return
+        copy.corrupt.update(block for block in corrupt if 0 <= block < copy.blocks)
+        if self._copies.settled(copy, shard, error):
+            self._copies.end(session, copy)
+            self.namespaces.drop_retired()
+            self._end_if_nothing_is_left(session)
+
+    def _end_if_nothing_is_left(self, session: OffloadSession) -> None:
+        """Its processes may live, and touch nothing any more."""
+        if not session.transfers and not session.quarantined:
+            self.end(session)
 
     def _start_load(self, session: OffloadSession, lease: OffloadLease, start: int, end: int) -> EngineTransfer:
         """Announce that a session's shards will read blocks of a lease's hit.

@@ -56,6 +56,7 @@ class OffloadPlayers(OffloadWorld):
             (self.clear, 2),
             (self.rot, 6),
             (self.late_word, 10),
+            (self.late_report, 10),
             (self.scribble, 6),
             (self.lose_member, 2),
             (self.die, 2),
@@ -368,12 +369,35 @@ class OffloadPlayers(OffloadWorld):
                 lambda: self.core.clear(player.id),
                 lambda: self.core.prepare_store(player.id, LeaseId(1), 0, b""),
                 lambda: self.core.prepare_load(player.id, LeaseId(1), 0, 1),
-                *(lambda job=job: self._tell(player.id, job, 0, "", (0,)) for job in player.jobs.values()),
+                *(
+                    lambda job=job: self._tell(player.id, job, 0, "", ())
+                    for job in player.jobs.values()
+                    if job.is_store
+                ),
             ]
             for call in calls:
                 with self._refused(ErrorCode.SESSION_EXPIRED):
                     call()
             assert counters == self.cache.counters
+
+    def late_report(self) -> None:
+        """A load of a session that has expired ends with its last report, which is refused all the same."""
+        expired = [player for player in self.players.values() if player.expired]
+        jobs = [(player, job) for player in expired for job in player.jobs.values() if not job.is_store]
+        if (picked := self._pick(jobs)) is None:
+            return
+        player, job = picked
+        shard = sorted(job.waiting)[self.choose(len(job.waiting))]
+        job.waiting.discard(shard)
+        told = self._copy(job, shard, "")
+        if not job.waiting:
+            del player.jobs[job.transfer]
+            self._ends(player, job)
+            if not player.jobs:
+                self.accounts.due["sessions_ended"] += 1
+                del self.players[player.id]
+        with self._refused(ErrorCode.SESSION_EXPIRED):
+            self._tell(player.id, job, shard, "", told)
 
     # --- bytes ------------------------------------------------------------------------------------------------------
 

@@ -111,6 +111,36 @@ def test_loads_of_a_lost_session_keep_their_blocks_until_it_is_dead(cache: Cache
     assert other.prepare(crowd, "0123456789ABCDEF").depth == 16
 
 
+def test_load_of_a_lost_session_ends_with_its_last_report(cache: Cache, engine: OffloadEngine) -> None:
+    """A report may come behind the goodbye, by another connection: it is refused, and nothing waits for a death."""
+    engine.store("ab")
+    load = engine.load(engine.acquire("ab"))
+    cache.handle(MemberLost(engine.session))
+    for shard in (0, 0, 1):
+        assert cache.offload.sessions
+        with refused("session_expired"):
+            cache.offload.transfer_done(engine.session, TransferKind.LOAD, load.transfer, shard)
+
+    assert endings(cache)[-1] == SessionEnded(engine.session, 0)
+    other = OffloadEngine(cache)
+    assert other.prepare(other.acquire("0123456789ABCDEF"), "0123456789ABCDEF").depth == 16
+
+
+def test_what_a_late_report_says_of_bad_blocks_counts(cache: Cache, engine: OffloadEngine) -> None:
+    """Others do not load a block that a lost session has found corrupt; a store that it had ended late is not used."""
+    engine.store("ab")
+    load = engine.load(engine.acquire("ab"))
+    store = engine.prepare(engine.acquire("abcd"), "abcd")
+    cache.handle(MemberLost(engine.session))
+    for kind, transfer, bad in ((TransferKind.LOAD, load.transfer, (0,)), (TransferKind.STORE, store.transfer, ())):
+        for shard in (0, 1):
+            with refused("session_expired"):
+                cache.offload.transfer_done(engine.session, kind, transfer, shard, "", bad)
+
+    assert OffloadEngine(cache).hit("abcd") == 0
+    assert engine.states[3] == 2  # its shards may still write there
+
+
 def test_blocks_found_corrupt_by_a_session_that_dies_are_dropped(cache: Cache, engine: OffloadEngine) -> None:
     """What one shard has told counts, though the load never ended."""
     engine.store("ab")

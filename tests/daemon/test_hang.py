@@ -7,16 +7,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvcached_client import Client, FailureReason
-from tests.daemon.conftest import CONFIG, RunningDaemon, pool_stats
+from kvcached_client import Admin, Client, FailureReason
+from tests.daemon.conftest import CONFIG, RunningDaemon, pool_stats, started
 from tests.daemon.supervised import supervised
 from tests.daemon.test_offload import config as offload_config
 from tests.daemon.test_restart import Engine
+from tests.faults.engine import OFFLOAD_BLOCKS, OffloadEngine
 from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
@@ -39,6 +42,26 @@ def test_daemon_says_that_its_loop_turns(tmp_path: Path) -> None:
                 assert [notices.recv(4096) for _ in range(3)] == [b"WATCHDOG=1"] * 3
             finally:
                 process.kill()
+
+
+def test_load_is_reported_before_its_shard_closes(tmp_path: Path) -> None:
+    """The shard's first message to a daemon that does not run at that moment: the slots are free when it goes on."""
+    run_dir = tmp_path / "run"
+    with started(tmp_path, offload_config()) as daemon:
+        with closing(OffloadEngine(run_dir)) as writer:
+            writer.store("a")
+        with closing(OffloadEngine(run_dir)) as reader, Admin.connect(run_dir, deadline_ms=10_000) as admin:
+            assert reader.scheduler.hit("a", OFFLOAD_BLOCKS)
+            order = reader.scheduler.prepare_load("a", OFFLOAD_BLOCKS)
+            link = reader.shard.link
+            assert link is not None
+            daemon.process.send_signal(signal.SIGSTOP)
+            reader.shard.load(order)
+            threading.Timer(0.3, daemon.process.send_signal, [signal.SIGCONT]).start()
+            link.close()
+            deadline_s = time.monotonic() + PATIENCE_S
+            while any(admin.stats().transfers.values()):
+                assert time.monotonic() < deadline_s
 
 
 @pytest.mark.slow
