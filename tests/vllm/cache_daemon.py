@@ -40,6 +40,13 @@ directory = "{directory}"
 capacity_bytes = 268435456
 free_space_floor_bytes = 0
 """
+SHARED_STORAGE = """
+[storage]
+backend = "redis"
+
+[storage.settings]
+url = "{url}"
+"""
 #: `tests.storage.fault`
 DELAYS = """
 [storage.settings.faults]
@@ -55,7 +62,8 @@ PAUSE_S = 0.02
 class CacheDaemon:
     """A supervised daemon with a host pool of so many slabs, and storage if wanted. Started by `start`, not before.
 
-    Each call of the storage takes `storage_delay_s` longer. `quota` is TOML of what namespaces are promised.
+    Each call of the storage takes `storage_delay_s` longer. `shared_url` is of a server that other daemons share.
+    `quota` is TOML of what namespaces are promised.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class CacheDaemon:
         has_storage: bool = False,
         storage_delay_s: float = 0.0,
         storage_layout: str = "engine",
+        shared_url: str = "",
         device_memory_bytes: int = 0,
         quota: str = "",
     ) -> None:
@@ -78,6 +87,8 @@ class CacheDaemon:
         if has_storage:
             backend = "faulty" if storage_delay_s else "disk"
             self._config += STORAGE.format(backend=backend, layout=storage_layout, directory=directory / "disk")
+        if shared_url:
+            self._config += SHARED_STORAGE.format(url=shared_url)
         if storage_delay_s:
             self._config += DELAYS.format(delay_s=storage_delay_s)
         self._parts = contextlib.ExitStack()
@@ -137,6 +148,11 @@ class CacheDaemon:
         """Wait until storage has so many blocks."""
         with Admin.connect(self.run_dir) as admin:
             self.until(lambda _: admin.storage().blocks >= blocks, f"{blocks} blocks in storage")
+
+    def until_written(self, blocks: int) -> None:
+        """Wait until so many blocks were written to storage that does not count its blocks."""
+        with Admin.connect(self.run_dir) as admin:
+            self.until(lambda _: admin.storage().counters.get("written_blocks", 0) >= blocks, f"{blocks} blocks")
 
     def until_storage(self) -> None:
         """Wait until its storage can be read."""

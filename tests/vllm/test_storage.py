@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcached_client import Admin
+from tests.storage.redis.servers import Server
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE, ROUNDING
 from tests.vllm.conftest import Prompts
@@ -60,6 +62,37 @@ def test_hits_come_from_disk_after_all_was_stopped(directory: Path, models: Path
         assert server.metric("vllm:kvcached_loaded_blocks_total") == BLOCKS - 1
         assert server.complete(others).cached_tokens == 0
         daemon.until_idle()
+
+
+def test_servers_of_two_machines_share_what_storage_has(directory: Path, models: Path, prompt: Prompts) -> None:
+    """A server hits what one on another machine has computed, with its answer, until that machine clears it."""
+    tokens = prompt(BLOCKS)
+    with contextlib.ExitStack() as parts:
+        service = parts.enter_context(contextlib.closing(Server()))
+        one, two = (CacheDaemon(_made(directory / name), shared_url=service.url) for name in ("one", "two"))
+        for daemon in (one, two):
+            daemon.start()
+            parts.callback(daemon.stop)
+        with ended(VllmServer(directory, "first", models / "model", run_dir=one.run_dir)) as server:
+            server.wait_until_ready()
+            server.complete(tokens)
+            expected = server.complete(tokens)
+            one.until_written(BLOCKS)
+        with ended(VllmServer(directory, "second", models / "model", run_dir=two.run_dir)) as server:
+            server.wait_until_ready()
+            assert_same(server.complete(tokens), expected)
+            assert two.count("prefetched_blocks") == BLOCKS - 1
+            with Admin.connect(one.run_dir) as admin:
+                (space,) = (host.namespace for host in admin.stats().hosts if host.label)
+                admin.clear(space)
+            two.until(lambda stats: not any(host.states["cached"] for host in stats.hosts), "cleared by the other")
+            assert server.complete(tokens, cache_salt="another").cached_tokens == 0
+            two.until_idle()
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
 
 
 def test_server_with_other_ranks_hits_what_is_on_disk(directory: Path, models: Path, prompt: Prompts) -> None:
