@@ -199,7 +199,7 @@ class StorageConfig(Table):
         default="disk",
         min_length=1,
         max_length=64,
-        description='"disk", "redis", or the name of an installed entry point of the group kvcached.storage.',
+        description='"disk", "redis", "s3", or the name of an installed entry point of the group kvcached.storage.',
     )
     backup: Literal["every", "second_sighting", "on_eviction", "never"] = Field(
         default="every",
