@@ -1,4 +1,4 @@
-"""Suite ``storage``: the disk backend over raw reads and writes, and its start with a million blocks."""
+"""Suite ``storage``: backends over raw reads and writes, and the disk's start with a million blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.redis_rig import RedisRig, start_server
 from benchmarks.result import Result, Target, judge
 from benchmarks.storage_daemon import match_beside_writes, regret
 from benchmarks.storage_rig import RawFile, forget_cached_pages, in_threads, value_memory, write_index
@@ -39,6 +40,7 @@ def run(rounds: int) -> Iterator[Result]:
     """Measure in a directory for temporary files (`TMPDIR`), which has to be on the device in question."""
     with tempfile.TemporaryDirectory(prefix="kvcached-bench-") as name:
         yield from _throughput(Path(name), rounds)
+        yield from _service(Path(name), rounds)
         yield from _starts(Path(name))
         yield from match_beside_writes(Path(name), max(rounds // 6, 10))
         yield from regret(Path(name))
@@ -54,6 +56,18 @@ def _throughput(directory: Path, rounds: int) -> Iterator[Result]:
         yield judge("storage", f"disk_{name}_gb_per_s", speed[name], "GB/s", floor=floor, target=target)
         ratios = [raw / ours for raw, ours in zip(seconds[f"raw_{name}"], seconds[name], strict=True)]
         yield judge("storage", f"disk_{name}_over_raw_median_ratio", statistics.median(ratios), "ratio")
+
+
+def _service(directory: Path, rounds: int) -> Iterator[Result]:
+    """The same values in a Valkey server on this machine, by the backend and by redis-py alone."""
+    with ExitStack() as parts:
+        rig = RedisRig(start_server(directory, parts), parts, _THREADS, _BATCH, _PART_BYTES, _SHARDS)
+        work = {"plain_put": rig.plain_put, "put": rig.put, "plain_get": rig.plain_get, "get": rig.get}
+        seconds = interleave(work, rounds)
+        for name in ("put", "get"):
+            speed, floor = (rig.round_bytes / min(seconds[each]) / 1e9 for each in (name, f"plain_{name}"))
+            target = Target("ratio", ">=", 1.0)
+            yield judge("storage", f"redis_{name}_gb_per_s", speed, "GB/s", floor=floor, target=target)
 
 
 class _Rig:
