@@ -18,6 +18,7 @@ from tests.daemon.test_offload import config
 from tests.daemon.test_restart import Engine
 from tests.daemon.test_storage import BLOCKS, connected, fetch, report, until
 from tests.storage.redis.servers import Server
+from tests.storage.s3.servers import server as bucket_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
@@ -31,12 +32,25 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def shared(server: Server, more: str = "") -> str:
+def with_backend(backend: str, settings: str, more: str = "") -> str:
     return (
         config()
-        + f'\n[storage]\nbackend = "redis"\nprefetch_threshold_blocks = 1\ntimeout_ms = {TIMEOUT_MS}\n{more}\n'
-        + f'[storage.settings]\nurl = "{server.url}"\n'
+        + f'\n[storage]\nbackend = "{backend}"\nprefetch_threshold_blocks = 1\n{more}\n'
+        + f"[storage.settings]\n{settings}\n"
     )
+
+
+def shared(server: Server, more: str = "") -> str:
+    return with_backend("redis", f'url = "{server.url}"', f"timeout_ms = {TIMEOUT_MS}\n{more}")
+
+
+def in_bucket(directory: Path) -> str:
+    settings = bucket_server().settings(directory)
+    return with_backend("s3", "\n".join(f"{key} = {_toml(value)}" for key, value in settings.items()))
+
+
+def _toml(value: object) -> str:
+    return f"{value}" if isinstance(value, int) else f'"{value}"'
 
 
 class Machine:
@@ -82,9 +96,10 @@ def test_what_one_machine_computes_all_others_find(tmp_path: Path, server: Serve
         assert four.found("b") == BLOCKS
 
 
-def test_clear_on_one_machine_reaches_memory_and_storage_of_all(tmp_path: Path, server: Server) -> None:
+@pytest.mark.parametrize("backend", ["redis", "s3"])
+def test_clear_on_one_machine_reaches_memory_and_storage_of_all(tmp_path: Path, server: Server, backend: str) -> None:
     """What was stored before is found on no machine, and what is stored since is found on all."""
-    text = shared(server)
+    text = shared(server) if backend == "redis" else in_bucket(tmp_path)
     with machine(tmp_path / "one", text) as one, machine(tmp_path / "two", text) as two:
         one.store("a")
         assert two.found("a") == BLOCKS
