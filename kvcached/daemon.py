@@ -43,6 +43,7 @@ from kvcached.recovery.generations import (
     editions_of,
     first_of,
     generation_of,
+    provisional_roots,
     write_policy_of,
 )
 from kvcached.recovery.inheritance import Inheritance, inherit, ledger_file, take_over_timed
@@ -183,7 +184,8 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
         editions = editions_of(record, inheritance.ledger, canonical=config.has_canonical_storage)
         generations = {each.name: generation_of(each, editions, first) for each in config.replica}
         editions |= {each.namespace: Edition(each.number, each.weights_version) for each in generations.values()}
-        provisional = [each.namespace for each in generations.values() if each.number == first]
+        is_shared = config.storage is not None and config.storage.is_shared
+        provisional = provisional_roots(generations.values(), first, editions, inheritance.ledger, is_shared=is_shared)
         holders = {
             each.name: Holder(
                 each.name, devices[each.name], partial(new_workers, config, each, host, news, epoch),
@@ -207,7 +209,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
         taken = take_over_timed(inheritance, cache, replicas, headers, canonical=config.has_canonical_storage)
         share = None if host is None or config.offload is None else _share(config, host, parts)
         layout = "engine" if config.storage is None else config.storage.layout
-        state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record(), layout)
+        state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record(), layout, is_shared)
         service = _service(config, cache, replicas, share, state_place, headers, earlier.engine_pools)
         attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service, _access(config))
         service.watch = attach

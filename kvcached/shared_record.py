@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from kvcached.config.tables import StorageLayout
+from kvcached.core.messages import StorageEmptied
 from kvcached.recovery.generations import Record, recorded_layout
 from kvcached.service.service import Service
 from kvcached.storage.client import StorageLink
@@ -58,21 +59,23 @@ class SharedRecord:
         self._version = b""  #: of the record that was last read or written; empty = there was none
         self._record = Record()  #: that one
         self._ours: set[bytes] = set()  #: prefixes of it that this daemon has to forget, or has forgotten
+        self._elsewhere: set[bytes] = set()  #: prefixes that another daemon has forgotten, and this one not yet
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self) -> None:
-        """Storage will turn out to be shared: no clear is answered before it is recorded there."""
+        """Storage may turn out to be shared: no clear is answered before it is recorded there."""
         self._recorder.forgets = self._forgets
-        self._recorder.use(self, self._layout)
+        self._recorder.use(self, self._layout, is_shared=True)
 
     def begin(self, go_on: Callable[[], None]) -> None:
         """Storage is open: follow its record, if it keeps one, and call `go_on`. If it cannot be followed, end it."""
         if not self._link.is_shared:
+            self._recorder.withdraw()
             go_on()
             return
         self.expect()
-        self._exchange.read(b"", partial(self._opened, go_on))
+        self._exchange.read(b"", partial(self._opened, self._link.lives, go_on))
 
     def write(self, record: Record, done: Callable[[str], None]) -> None:
         """Replace the record, if no other daemon has replaced it since it was read; else follow that one first."""
@@ -87,7 +90,9 @@ class SharedRecord:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _opened(self, go_on: Callable[[], None], done: Done, data: bytes) -> None:
+    def _opened(self, life: int, go_on: Callable[[], None], done: Done, data: bytes) -> None:
+        if life != self._link.lives:
+            return  # the process has died, and another one will ask
         if done.failed:
             self._link.refuse(f"the record of generations cannot be read: {done.error}")
         elif self._follow(done, data, self._take_in):
@@ -130,6 +135,8 @@ class SharedRecord:
             self._version, self._record = b"", Record()
             if self._link.usage[0]:  # what other daemons have cleared is not known, and blocks may be there
                 self._service.clears.lose_record(is_shared=True)
+            else:
+                self._service.on_event(StorageEmptied())
             return True
         try:
             record = _decoded(data, self._layout)
@@ -139,17 +146,21 @@ class SharedRecord:
         if _is_before(record, self._record):
             # It was lost, and another daemon, which did not know it, has begun a new one.
             self._service.clears.lose_record(is_shared=True)
-        self._version, self._record = done.version, record
-        self._service.clears.follow(record.by_root())
+        before, self._version, self._record = self._record, done.version, record
+        self._service.clears.follow(record.by_root(), is_shared=True)
+        self._service.state_writer.forget_editions(before.by_root().keys() - record.by_root().keys())
         take_in(record)
-        self._ours &= {*self._link.due, *map(bytes.fromhex, record.forgets)}
+        forgets = set(map(bytes.fromhex, record.forgets))
+        self._elsewhere = (self._elsewhere | (set(map(bytes.fromhex, before.forgets)) - forgets)) & set(self._link.due)
+        self._ours &= {*self._link.due, *forgets}
         return True
 
     def _forgets(self) -> Collection[bytes]:
         """What this daemon has to forget, behind what others have: they forget it, unless they end before that."""
         others = (bytes.fromhex(each) for each in self._record.forgets)
         due = self._link.due
-        return [each for each in others if each not in self._ours and each not in due][-FORGETS_DUE_MAX:] + list(due)
+        kept = [each for each in others if each not in self._ours and each not in due][-FORGETS_DUE_MAX:]
+        return kept + [each for each in due if each not in self._elsewhere]
 
 
 def _decoded(data: bytes, layout: StorageLayout) -> Record:

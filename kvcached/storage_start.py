@@ -19,7 +19,7 @@ from kvcached.recovery.generations import READ_DEADLINE_S, Record, RecordFile, R
 from kvcached.service.service import Service
 from kvcached.service.storage_verbs import STOP_DEADLINE_S, StorageService, note_forgotten
 from kvcached.shared_record import SharedRecord
-from kvcached.storage.backend import DISK, SHARED_BACKENDS
+from kvcached.storage.backend import DISK
 from kvcached.storage.client import StorageLink
 from kvcached.storage.messages import StorageConfig as ProcessConfig
 from kvcached.storage.record_exchange import RecordExchange
@@ -104,8 +104,7 @@ async def start_storage(
         shared = SharedRecord(service, link, exchange, storage.layout, partial(_take_in, service, link))
         parts.callback(shared.close)
         keep_record(service, link, record, None, storage.layout)
-        if storage.backend in SHARED_BACKENDS:
-            shared.expect()
+        shared.expect()
         link.before_ready = shared.begin
     link.attach()
     if await link.started(TAKEOVER_PATIENCE_S if is_takeover else config.worker_ready_deadline_ms / 1000):

@@ -29,6 +29,7 @@ from kvcached_client.transport.run_dir import SOCKET_PATH_BYTES_MAX
 
 #: Of the file that says which generation of each namespace is the present one.
 RECORD_NAME: Final = "generations.json"
+_SHARED_BACKENDS: Final = frozenset({"redis", "s3"})
 #: Slots travel as int32.
 SLOTS_MAX: Final = (1 << 31) - 1
 #: The values of `kvcached_client.types.WritePolicy`.
@@ -259,6 +260,11 @@ class StorageConfig(Table):
         default_factory=dict,
         description="The backend's own table; for disk: directory, capacity_bytes and others, see docs/storage.md.",
     )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether daemons of several machines share the backend, as far as that is known before it is open."""
+        return self.backend in _SHARED_BACKENDS
 
     @property
     def record_path(self) -> Path | None:

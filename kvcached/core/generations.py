@@ -39,6 +39,7 @@ class Generations:
         version: grows whenever an edition changes.
         provisional: roots of namespaces whose generation began because none was known, and that were not cleared since:
             nothing is lost where one that turns out to be recorded takes its place.
+        inherited: roots whose edition is that of an earlier life. What was answered then was recorded then.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Generations:
         self._next = first
         self._chance = first % (1 << RANDOM_BITS)
         self._editions: dict[bytes, Edition] = dict(editions or {})
+        self.inherited = set(self._editions)
 
     @property
     def editions(self) -> Mapping[bytes, Edition]:
@@ -83,8 +85,16 @@ class Generations:
         """A namespace has another edition, and maybe another root: the roots of replicas tell the generation."""
         self._editions.pop(before, None)
         self.provisional -= {before, root}
+        self.inherited -= {before, root}
         self._put(root, edition)
         self.version += 1
+
+    def forget(self, roots: Iterable[bytes]) -> None:
+        """Nobody else remembers these editions: nor does this daemon, where the namespaces are not in use."""
+        kept = set(self._in_use())
+        for root in roots:
+            if root not in kept:
+                self.leave(root)
 
     def leave(self, root: bytes) -> None:
         """A namespace will have another root in a moment: nobody is to go on with the edition of this one."""
@@ -110,3 +120,4 @@ class Generations:
             for each in [each for each in self._editions if each not in kept][:surplus]:
                 del self._editions[each]
                 self.provisional.discard(each)
+                self.inherited.discard(each)

@@ -131,6 +131,18 @@ def generation_of(replica: ReplicaConfig, editions: Mapping[bytes, Edition], fir
     return latest or Generation(first, "", replica.namespace(first))
 
 
+def provisional_roots(
+    generations: Iterable[Generation], first: int, editions: Iterable[bytes], ledger: Ledger | None, *, is_shared: bool
+) -> list[bytes]:
+    """Roots whose editions no other daemon can know: where storage has another one, that takes its place.
+
+    They are those that begin now, and all of them where the daemon before had no storage that others share.
+    """
+    if is_shared and ledger is not None and ledger.shared is msgspec.UNSET:
+        return list(editions)
+    return [each.namespace for each in generations if each.number == first]
+
+
 def write_policy_of(replica: ReplicaConfig, generation: Generation, ledger: Ledger | None) -> WritePolicy:
     """The write policy set for a replica's namespace; the configured one if none was set, or if it has changed."""
     configured = WritePolicy(replica.write_policy)

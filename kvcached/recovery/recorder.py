@@ -50,6 +50,7 @@ class Recorder:
         self._later = later
         self._writer: RecordWriter | None = None
         self._layout: StorageLayout = "engine"
+        self._is_shared = False
         self._is_open = False
         self._is_writing = False
         self._is_late = False
@@ -60,9 +61,19 @@ class Recorder:
         self._recorded: Mapping[bytes, Edition] = {}
         self._shown = set(generations.editions.items())
 
-    def use(self, writer: RecordWriter, layout: StorageLayout = "engine") -> None:
+    def use(self, writer: RecordWriter, layout: StorageLayout = "engine", *, is_shared: bool = False) -> None:
         """There is storage: nothing that it may remember is written down before `open`, when it is there."""
-        self._writer, self._layout, self.why = writer, layout, _NOT_OPEN
+        self._writer, self._layout, self._is_shared, self.why = writer, layout, is_shared, _NOT_OPEN
+
+    def withdraw(self) -> None:
+        """Storage keeps no record: nothing of what it has outlives this daemon and its successors."""
+        self._writer, self.why = None, ""
+        self.settled()
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether namespaces may have another root in storage."""
+        return self._layout == "canonical"
 
     def found(self, record: Record) -> None:
         """What the record was when it was read."""
@@ -132,7 +143,10 @@ class Recorder:
         if self.failed(version):
             raise request_error(
                 ErrorCode.INTERNAL,
-                "the namespace is cleared, but a restart of the machine would bring back what storage had of it: "
+                "the namespace is cleared, but a restart of the machine would bring back what storage had of it, and "
+                f"daemons that share storage still have it: {self.why}"
+                if self._is_shared
+                else "the namespace is cleared, but a restart of the machine would bring back what storage had of it: "
                 f"{self.why}",
                 "see that storage can be written, and clear it again",
             )

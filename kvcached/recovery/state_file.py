@@ -184,6 +184,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         pid_namespace: the inode of the namespace that its process ids belong to; 0 if it is unknown.
         layout: of storage, as it was configured; written if a namespace has a canonical root, so that daemons that know
             no such root read the ledger.
+        shared: storage was one that daemons of several machines share; written if it was.
         host: the host pool; None without one.
     """
 
@@ -192,6 +193,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     epoch: Count
     pid_namespace: Count = 0
     layout: Literal["engine", "canonical"] | msgspec.UnsetType = msgspec.UNSET
+    shared: Literal[True] | msgspec.UnsetType = msgspec.UNSET
     host: HostPoolRecord | None = None
     namespaces: tuple[NamespaceRecord, ...] = ()
     replicas: tuple[ReplicaRecord, ...] = ()

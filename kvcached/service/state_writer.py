@@ -78,12 +78,14 @@ class StatePlace:
         boot: which boot of the machine it is.
         host: the host pool's memory, nothing allocated; None without a host tier.
         layout: of storage, as it is configured.
+        is_shared: daemons of several machines share storage.
     """
 
     file: LedgerFile
     boot: str
     host: HostPoolRecord | None
     layout: StorageLayout = "engine"
+    is_shared: bool = False
 
 
 class StateWriter:
@@ -151,6 +153,10 @@ class StateWriter:
             self.trouble, self.is_outdated = "", False
         self._written = version
 
+    def forget_editions(self, roots: Iterable[bytes]) -> None:
+        """Other daemons have left these editions of namespaces, as each clear of a replica leaves one."""
+        self._cache.generations.forget(roots)
+
     def check_clear(self) -> None:
         """See that no later daemon can bring back what was cleared.
 
@@ -187,6 +193,7 @@ class StateWriter:
             epoch=self._cache.epoch,
             pid_namespace=pid_namespace(),
             layout=state_place.layout if any(each.canonical_root for each in namespaces) else UNSET,
+            shared=state_place.is_shared or UNSET,
             host=None if state_place.host is None else _with_allocated(state_place.host, self._cache),
             namespaces=namespaces,
             replicas=tuple(_replica(each, self._cache) for each in self._replicas.values()),

@@ -19,9 +19,8 @@ from kvcached_client.types import KEY_SIZE_BYTES
 
 #: The group of entry points for backends, of this distribution and of others.
 GROUP: Final = "kvcached.storage"
-#: The backends that are part of this distribution. Of others, a daemon learns whether they are shared when they open.
+#: The backend of which one daemon has a directory. Of others, a daemon learns whether they are shared when they open.
 DISK: Final = "disk"
-SHARED_BACKENDS: Final = frozenset({"redis", "s3"})
 
 #: A key is a digest of everything that makes blocks interchangeable, followed by the block's own key.
 PREFIX_BYTES: Final = 16
@@ -116,6 +115,8 @@ class Usage(NamedTuple):
 
 class Storage(ABC):
     """A backend. Its methods are called from several threads at a time, and may wait for the device.
+
+    At most `capabilities.threads` calls are under way at a time; those about the record, one at a time, come beside.
 
     A call does not raise because one of its blocks failed: each block has its own result. An exception counts as a
     failure of all blocks. After `timeout_s` the caller no longer expects the reply: a backend that uses a service

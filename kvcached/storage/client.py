@@ -82,6 +82,7 @@ class StorageLink:
         usage: blocks, bytes and capacity in the backend's last report; -1 for an unknown figure.
         counters: counts of its work.
         is_shared: the backend keeps a record of generations for daemons of several machines.
+        lives: how often a process was started.
         before_ready: called when the backend is open, and no other daemon's; its argument ends the start.
     """
 
@@ -97,7 +98,7 @@ class StorageLink:
         self.state = LinkState.DETACHED
         self.why = ""
         self.is_misconfigured = False
-        self.is_shared = False
+        self.is_shared, self.lives = False, 0
         self.usage = (-1, -1, -1)
         self.counters: Counter[str] = Counter()
         self._refused = RefusedWrites(config.backend, self.counters)
@@ -216,6 +217,7 @@ class StorageLink:
     def _start(self) -> None:
         self._timer = None
         self._go(LinkState.STARTING)
+        self.lives += 1
         try:
             self._process = StorageProcess(
                 self._config,
@@ -292,17 +294,21 @@ class StorageLink:
             return
         self.usage = (reply.blocks, reply.size_bytes, reply.capacity_bytes)
         self.counters["wrong_blocks"] += reply.wrong
-        self._judge(reply, is_probe=isinstance(pending.request, Ping))
+        self._judge(reply, pending.request)
         pending.tell(reply)
         if self._forgets:
             self._forgets.send_due()
 
-    def _judge(self, reply: Done, *, is_probe: bool) -> None:
+    def _judge(self, reply: Done, request: Request) -> None:
         if not reply.failed:
+            if isinstance(request, ReadRecord | WriteRecord):  # says nothing of blocks, and is sent in any case
+                return
             self._failures = 0
             if self.state is LinkState.SUSPENDED and not self._is_late():
                 self._resume()
-            if self._is_on_trial and not is_probe:  # a probe only reads, and what failed may have been a write
+            if self._is_on_trial and not isinstance(
+                request, Ping
+            ):  # a probe only reads, and what failed may have been a write
                 self._is_on_trial = False
                 self._back_off.reset()
             return
@@ -336,8 +342,6 @@ class StorageLink:
         self._forgets.send_due()
         self._tell(StorageReady())
 
-    # --- deadlines --------------------------------------------------------------------------------------------------
-
     def _is_late(self) -> bool:
         return bool(self._in_flight.late(self._late_s))
 
@@ -355,8 +359,6 @@ class StorageLink:
             self.counters["timeouts"] += 1
             self._suspend(f"a call of the backend takes longer than {self._config.timeout_s:g} s")
         self._watch()
-
-    # --- what the core hears ----------------------------------------------------------------------------------------
 
     def _now_us(self) -> int:
         return int(self._loop.time() * 1e6)

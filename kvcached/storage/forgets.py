@@ -39,6 +39,7 @@ class Forgets:
         self._is_ready = is_ready
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[bytes, set[int], Tell]] = []  #: not sent: writes must end first, by number
+        self._is_under_way = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -60,13 +61,19 @@ class Forgets:
         self._file(prefix, tell)
 
     def send_due(self) -> None:
-        """If storage works, send the requests that no longer wait for a write."""
-        if not self._is_ready():
+        """If storage works, send a request that no longer waits for a write, unless one is under way.
+
+        Each may take minutes, and a thread of the storage process that others need.
+        """
+        if not self._is_ready() or self._is_under_way:
             return
-        due = [each for each in self._waiting if not any(write in self._in_flight for write in each[1])]
-        self._waiting = [each for each in self._waiting if each not in due]
-        for prefix, _, tell in due:
-            self._send(prefix, partial(self._forgot, prefix, tell))
+        for each in self._waiting:
+            if not any(write in self._in_flight for write in each[1]):
+                self._waiting.remove(each)
+                self._is_under_way = True
+                prefix, _, tell = each
+                self._send(prefix, partial(self._forgot, prefix, tell))
+                return
 
     def _file(self, prefix: bytes, tell: Tell) -> None:
         if prefix in self.due:
@@ -75,8 +82,10 @@ class Forgets:
             self.send_due()
 
     def _forgot(self, prefix: bytes, tell: Tell, done: Done) -> None:
+        self._is_under_way = False
         if done.failed:
             self._loop.call_later(FORGET_PAUSE_S, self._file, prefix, tell)
             return
         self.due.pop(prefix, None)
         tell(done)
+        self.send_due()

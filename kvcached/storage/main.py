@@ -32,8 +32,10 @@ from kvcached.storage.messages import (
     NotOpened,
     Opened,
     Progress,
+    ReadRecord,
     Request,
     StorageConfig,
+    WriteRecord,
     decode_config,
     decode_request,
     encode,
@@ -129,6 +131,7 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage, timeo
     os.nice(NICENESS)
     capabilities = backend.capabilities
     executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
+    records = ThreadPoolExecutor(1, thread_name_prefix="record")  # which must not wait behind a clear of minutes
     full = finished(Done(sequence=0), backend)
     say(
         Opened(
@@ -141,7 +144,8 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage, timeo
         )
     )
     while (packet := wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)) is not None:
-        executor.submit(answer, decode_request(packet.data))
+        request = decode_request(packet.data)
+        (records if isinstance(request, ReadRecord | WriteRecord) else executor).submit(answer, request)
     _log.info("ending: the daemon has closed the connection")
     os._exit(0)
 

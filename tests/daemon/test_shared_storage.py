@@ -172,6 +172,24 @@ def test_daemon_starts_without_its_service_and_joins_it_later(tmp_path: Path, se
             assert one.engine.load("a", BLOCKS) == BLOCKS
 
 
+def test_machine_that_joins_or_comes_back_clears_nobody(tmp_path: Path, server: Server) -> None:
+    """It had a generation of its own while it had other storage, or missed a clear: it takes the recorded one."""
+    text = shared(server)
+    with machine(tmp_path / "one", text) as one:
+        with machine(tmp_path / "two", config()) as two:
+            two.engine.store("b", BLOCKS)
+        one.store("a")
+        with machine(tmp_path / "two", text) as two:
+            assert (two.found("a"), two.found("b")) == (BLOCKS, 0)
+        assert one.engine.load("a", BLOCKS) == BLOCKS
+        with Admin.connect(one.daemon.run_dir, deadline_ms=10_000) as admin:
+            admin.clear("tiny")
+        one.store("c")
+        with machine(tmp_path / "two", text) as two:
+            assert (two.found("a"), two.found("c")) == (0, BLOCKS)
+        assert one.engine.load("c", BLOCKS) == BLOCKS
+
+
 def test_daemons_of_another_layout_or_key_do_not_use_the_service(tmp_path: Path, server: Server) -> None:
     """They would read nothing of it and spoil the record: they say why, and the others go on."""
     key = tmp_path / "key"

@@ -73,6 +73,7 @@ class FakeLink:
     def __init__(self, shelf: FakeShelf, exchange: RecordExchange, loop: VirtualTimeLoop) -> None:
         self.state = LinkState.DETACHED
         self.is_shared = True
+        self.lives = 1
         self.usage = (shelf.has_blocks, -1, -1)
         self.due: dict[bytes, None] = {}
         self.refusals: list[str] = []
@@ -111,9 +112,11 @@ class Node:
         self.shelf, self.loop = shelf, loop
         self.office = OffloadOffice(generation=first)
         root = root_of(first, "")  # of the replica: each daemon begins it anew
+        in_use = self.office.cache.generations._in_use
         Generations.__init__(
             self.office.cache.generations, first + 1, {**(generations or {}), root: Edition(first)}, [root]
         )
+        self.office.cache.generations.spare(in_use)
         self.exchange = RecordExchange()
         self.link = FakeLink(shelf, self.exchange, loop)
         self.exchange.use(self.link)
@@ -134,6 +137,7 @@ class Node:
     def open(self) -> None:
         """Storage is open, and its record is followed, unless that fails."""
         self.link.state = LinkState.STARTING
+        self.link.lives += 1
         self.shared.begin(self._ready)
 
     def _ready(self) -> None:

@@ -301,6 +301,79 @@ def test_service_that_is_away_is_followed_when_it_is_back(fleet: Fleet) -> None:
     assert len(fleet.generations()) == 1
 
 
+@pytest.mark.parametrize("misses", [False, True], ids=["a clear that it knew", "a clear that it missed"])
+def test_restart_with_a_ledger_clears_nobody(fleet: Fleet, *, misses: bool) -> None:
+    """Its generation was recorded before: it goes on in it, or in the one that another daemon has recorded since."""
+    first, second = fleet.pair()
+    if misses:
+        second.lose()
+    first.clear()
+    fleet.settle()
+    editions = dict(second.office.cache.generations.editions)
+    fleet.nodes.remove(second)
+    second.close()
+    first.office.store_blocks(first.engine(), 3)
+    generation = first.generation()
+    third = fleet.node(editions={second.engine().namespace: editions[second.engine().namespace]})
+    fleet.settle()
+
+    assert (third.generation(), first.generation(), first.office.hit(3)) == (generation, generation, 3)
+
+
+def test_device_memory_of_a_forgotten_namespace_is_told_of_a_clear(fleet: Fleet) -> None:
+    """What is kept for the next engine is of before another machine's clear, though nothing else here has its name."""
+    first, second = fleet.pair()
+    root = first.engine().namespace
+    told: list[bool] = []
+    second.office.service.clears._cleared = lambda is_cleared: told.append(is_cleared(root))
+    second.office.cache.offload.namespaces.by_root.pop(root)
+    first.clear()
+    fleet.settle()
+
+    assert told == [True]
+
+
+def test_editions_that_nobody_has_leave_every_record(fleet: Fleet) -> None:
+    """Each clear of a replica leaves the root of before: daemons without that replica do not bring it back."""
+    first, second = fleet.pair()
+    for node in (first, second) * 6:
+        node.clear("a")
+        fleet.settle()
+
+    assert len(recorded(fleet.shelf).editions) <= 3
+
+
+def test_prefix_that_one_daemon_has_forgotten_is_not_put_back(fleet: Fleet) -> None:
+    """Another one that has still to forget it does not write it again: the two would write for ever."""
+    first, second = fleet.pair()
+    prefix = b"p" * 16
+    for node in (first, second):
+        node.link.due[prefix] = None
+    first.clear()
+    fleet.settle()
+    assert prefix.hex() in recorded(fleet.shelf).forgets
+    del first.link.due[prefix]
+    first.recorder.keep()
+    fleet.settle()
+    written = len(fleet.shelf.history)
+    fleet.settle()
+
+    assert prefix.hex() not in recorded(fleet.shelf).forgets
+    assert len(fleet.shelf.history) == written
+
+
+def test_backend_that_turns_out_not_to_be_shared_records_nothing(fleet: Fleet) -> None:
+    """Until it is open, a clear is an error; then it is answered at once, for there is no record."""
+    node = fleet.node(is_open=False)
+    node.link.is_shared = False
+    (before,) = node.clear()
+    node.open()
+    (after,) = node.clear()
+
+    assert (type(before), type(after)) == (wire.ErrorReply, wire.NamespaceCleared)
+    assert fleet.shelf.record is None
+
+
 class Truth:
     """What must never be served again: generations that a recorded clear has ended."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcached.storage.link_state import LinkState
+from kvcached.storage.messages import Forget
 from tests.storage.test_link import PREFIX, Rig, rig  # noqa: F401
 
 
@@ -34,3 +35,17 @@ def test_prefix_that_is_due_is_requested_once_however_often_storage_opens(rig: R
     assert (told, list(rig.link.due), rig.link.state) == ([0], [], LinkState.READY)
     take_in()
     assert len(rig.process.forgets()) == 1
+
+
+def test_prefixes_are_forgotten_one_after_the_other(rig: Rig) -> None:  # noqa: F811
+    """Each may take minutes in a service, and a thread that fetches need."""
+    for number in range(3):
+        rig.link.forget(bytes([number]) * 16, lambda _: None)
+    sent = []
+    for _ in range(3):
+        (order,) = rig.process.forgets()
+        assert isinstance(order, Forget)
+        sent.append(order.prefix[0])
+        rig.process.answer(order)
+
+    assert (sent, list(rig.link.due), rig.process.forgets()) == ([0, 1, 2], [], [])

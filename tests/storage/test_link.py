@@ -43,6 +43,7 @@ from kvcached.storage.messages import (
     Ping,
     Progress,
     Query,
+    ReadRecord,
     Request,
     StorageConfig,
 )
@@ -248,6 +249,26 @@ def test_wait_for_storage_does_not_hide_why_it_is_not_there(monkeypatch: pytest.
         return storage.why
 
     assert asyncio.run(play()) == "it was not ready within 0.001 s; before that: no such device"
+
+
+def test_record_that_can_be_read_proves_nothing_of_blocks(rig: Rig) -> None:
+    """It is read every few seconds: a service that fails all else stays suspended, with its growing pauses."""
+
+    def read() -> None:
+        assert rig.link.ask(lambda number: ReadRecord(sequence=number, known=b""), lambda _: None)
+        rig.process.answer(rig.process.orders[-1])
+
+    for _ in range(BREAKER_FAILURES):
+        rig.process.answer(rig.ask(), "EIO")
+        read()
+    assert rig.state() is LinkState.SUSPENDED
+    read()
+    assert rig.state() is LinkState.SUSPENDED
+    rig.clock.pass_s(FIRST_PAUSE_S)
+    (look,) = rig.process.looks()
+    rig.process.answer(look)
+
+    assert rig.state() is LinkState.READY
 
 
 def test_storage_that_takes_no_blocks_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -140,7 +140,7 @@ class Clears:
         words = "cleared: %(replicas)s, %(blocks)d blocks; generation %(generation)d, weights %(weights)r"
         _log.info(words, {**fields, "weights": clear.weights_version})
 
-    def follow(self, recorded: Mapping[bytes, Edition]) -> None:
+    def follow(self, recorded: Mapping[bytes, Edition], *, is_shared: bool = False) -> None:
         """Clear what another daemon has cleared while it, and not this one, had storage.
 
         This goes before anything is asked of storage, which may have blocks from before that clear. The namespace then
@@ -149,11 +149,12 @@ class Clears:
 
         Args:
             recorded: the editions in the record, as it is now that storage is locked for this daemon.
+            is_shared: other daemons use storage at the same time.
         """
         for root, edition in recorded.items():
-            self._follow_for_engines(root, edition)
+            self._follow_for_engines(root, edition, is_shared=is_shared)
         for target in self._targets():
-            self._follow_for_replicas(target, recorded)
+            self._follow_for_replicas(target, recorded, is_shared=is_shared)
         self._carry_out()
 
     def lose_record(self, *, is_shared: bool = False) -> None:
@@ -207,6 +208,11 @@ class Clears:
 
         self._cleared(is_cleared)
 
+    def _tell_root_cleared(self, storage_root: bytes) -> None:
+        """Tell of a storage root that no namespace here has: device memory may be kept for one that is forgotten."""
+        is_canonical, by_root = self._recorder.is_canonical, self._cache.offload.namespaces.by_root
+        self._cleared(lambda root: root == storage_root or (is_canonical and root not in by_root))
+
     def _done(self, clear: Clear) -> Clear:
         clear.version = self._recorder.version
         self._carry_out()
@@ -257,7 +263,7 @@ class Clears:
         self._cache.clearings.begin(target.tree, namespace, clear.generation)
         return clear
 
-    def _follow_for_engines(self, storage_root: bytes, recorded: Edition) -> None:
+    def _follow_for_engines(self, storage_root: bytes, recorded: Edition, *, is_shared: bool) -> None:
         """Give namespaces in offload mode the generation that another daemon has recorded, or one after it.
 
         One that began while the record could not be read has the recorded one, also where that is the smaller number:
@@ -266,24 +272,29 @@ class Clears:
         ours = self._cache.generations.editions.get(storage_root)
         if ours is None:
             self._cache.generations.replace(storage_root, storage_root, recorded)
+            self._tell_root_cleared(storage_root)
             return
-        generation = self._followed(storage_root, ours, storage_root, recorded)
+        generation = self._followed(storage_root, ours, storage_root, recorded, is_shared=is_shared)
         if generation != ours.generation:
             self._enter_for_engines(storage_root, generation, "another daemon has recorded it, or one before it")
 
-    def _followed(self, root: bytes, ours: Edition, recorded_root: bytes, recorded: Edition) -> int:
+    def _followed(self, root: bytes, ours: Edition, recorded_root: bytes, recorded: Edition, *, is_shared: bool) -> int:
         """The generation that follows for a namespace of ours, which the record has, maybe by another root.
 
         It is the recorded one, or ours where this daemon has begun that after the recorded one. Where neither daemon
         can have known of the other's clear, each generation may have blocks from before one of them: then it is new.
         """
+        generations, known = self._cache.generations, self._recorder.has_recorded(recorded_root, recorded)
+        is_later = recorded.generation > ours.generation
         if self._recorder.has_recorded(root, ours):
             return max(ours.generation, recorded.generation)
-        if root in self._cache.generations.provisional:  # ours began because none was known, and nobody knows of it
+        if root in generations.provisional:  # ours began because none was known, and nobody knows of it
             return recorded.generation
-        if recorded.generation == ours.generation or self._recorder.has_recorded(recorded_root, recorded):
+        if recorded.generation == ours.generation or known or not (is_later or is_shared):
             return ours.generation
-        return self._cache.generations.fresh(max(ours.generation, recorded.generation))
+        if is_shared and is_later and root in generations.inherited:  # a clear that nobody recorded was an error
+            return recorded.generation
+        return generations.fresh(max(ours.generation, recorded.generation))
 
     def _enter_for_engines(self, storage_root: bytes, generation: int, why: str) -> None:
         """Clear the namespaces in offload mode of a storage root, which have this generation from then on."""
@@ -291,12 +302,16 @@ class Clears:
         spaces = namespaces.of_storage(storage_root)
         if spaces:
             self._tell_cleared(spaces[0])
+        else:
+            self._tell_root_cleared(storage_root)
         blocks = namespaces.enter_generation(storage_root, generation)
         for space in spaces:
             fields = {"label": space.spec.label, "blocks": blocks, "generation": generation, "why": why}
             _log.warning("cleared: %(label)s, %(blocks)d blocks; generation %(generation)d: %(why)s", fields)
 
-    def _follow_for_replicas(self, target: NamedNamespace, recorded: Mapping[bytes, Edition]) -> None:
+    def _follow_for_replicas(
+        self, target: NamedNamespace, recorded: Mapping[bytes, Edition], *, is_shared: bool
+    ) -> None:
         """The same for a namespace of replicas, whose root in the record tells the generation."""
         replica, begun = self._replicas[target.replicas[0]], self._begun(target)
         ours = Edition(replica.generation, replica.weights_version)
@@ -306,7 +321,8 @@ class Clears:
             return
         edition = max(its)
         if begun is None:
-            generation = self._followed(replica.namespace, ours, replica.root_of(*edition), edition)
+            root = replica.root_of(*edition)
+            generation = self._followed(replica.namespace, ours, root, edition, is_shared=is_shared)
         else:
             known = self._recorder.has_recorded(replica.root_of(*edition), edition)
             generation = coming.generation if known else self._cache.generations.fresh(edition.generation)
