@@ -129,7 +129,7 @@ def clear_of_both_daemons_taken_for_the_other_ones(patch: pytest.MonkeyPatch) ->
 @caught_by("tests/service/test_shared_record.py::test_daemon_that_starts_before_its_storage_clears_nobody")
 def generation_from_before_the_record_holds(patch: pytest.MonkeyPatch) -> None:
     """A daemon that starts before its network clears the namespace on all machines."""
-    rewrite(patch, Clears._followed, "root in self._cache.generations.provisional", "False")
+    rewrite(patch, Clears._followed, "root in generations.provisional", "False")
 
 
 @caught_by("tests/service/test_shared_record.py::test_daemons_agree_and_nothing_cleared_comes_back")
@@ -146,7 +146,7 @@ def larger_number_hides_a_clear(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/service/test_shared_record.py::test_daemons_agree_and_nothing_cleared_comes_back")
 def overtaken_record_is_not_followed(patch: pytest.MonkeyPatch) -> None:
     """A daemon that another one has overtaken writes its own record over that one's clear."""
-    rewrite(patch, SharedRecord._follow, "self._service.clears.follow(record.by_root())", "pass")
+    rewrite(patch, SharedRecord._follow, "self._service.clears.follow(record.by_root(), is_shared=True)", "pass")
 
 
 @caught_by("tests/service/test_shared_record.py::test_what_another_daemon_has_to_forget_stays_in_the_record")
@@ -327,3 +327,27 @@ def storage_progress_not_heard(patch: pytest.MonkeyPatch) -> None:
 def storage_emptied_unnoticed(patch: pytest.MonkeyPatch) -> None:
     """Blocks that storage had on the device before are taken for written on the new one."""
     patch.setattr(storage, "unmark_all", lambda _: None)
+
+
+@caught_by("tests/service/test_shared_record.py::test_restart_with_a_ledger_clears_nobody")
+def restart_behind_a_clear_clears_the_fleet(patch: pytest.MonkeyPatch) -> None:
+    """Each daemon that was down while another one cleared clears the namespace for all machines when it is back."""
+    rewrite(patch, Clears._followed, "root in generations.inherited", "False")
+
+
+@caught_by("tests/service/test_shared_record.py::test_device_memory_of_a_forgotten_namespace_is_told_of_a_clear")
+def device_memory_is_not_told_of_a_clear_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """An engine adopts blocks in device memory from before another machine's clear."""
+    rewrite(patch, Clears._tell_root_cleared, "root == storage_root", "False")
+
+
+@caught_by("tests/storage/test_link.py::test_record_that_can_be_read_proves_nothing_of_blocks")
+def record_that_is_read_resumes_storage(patch: pytest.MonkeyPatch) -> None:
+    """A service that answers for the record only is resumed every few seconds, and requests pay for each failure."""
+    rewrite(patch, StorageLink._judge, "isinstance(request, ReadRecord | WriteRecord)", "False")
+
+
+@caught_by("tests/storage/test_forgets.py::test_prefixes_are_forgotten_one_after_the_other")
+def all_prefixes_are_forgotten_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A few clears take every thread of the storage process for minutes."""
+    rewrite(patch, Forgets.send_due, "or self._is_under_way", "")
