@@ -193,7 +193,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     epoch: Count
     pid_namespace: Count = 0
     layout: Literal["engine", "canonical"] | msgspec.UnsetType = msgspec.UNSET
-    shared: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    shared: Literal[1] | msgspec.UnsetType = msgspec.UNSET
     host: HostPoolRecord | None = None
     namespaces: tuple[NamespaceRecord, ...] = ()
     replicas: tuple[ReplicaRecord, ...] = ()

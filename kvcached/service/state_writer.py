@@ -193,7 +193,7 @@ class StateWriter:
             epoch=self._cache.epoch,
             pid_namespace=pid_namespace(),
             layout=state_place.layout if any(each.canonical_root for each in namespaces) else UNSET,
-            shared=state_place.is_shared or UNSET,
+            shared=1 if state_place.is_shared else UNSET,
             host=None if state_place.host is None else _with_allocated(state_place.host, self._cache),
             namespaces=namespaces,
             replicas=tuple(_replica(each, self._cache) for each in self._replicas.values()),
