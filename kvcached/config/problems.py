@@ -36,6 +36,9 @@ _WHAT = {
 }
 #: New names of tables that were renamed.
 _NEW_NAMES = {"attached": "offload"}
+#: What names of secrets have in them. Below the other table, any unknown key may be one of a backend's other versions.
+_SECRETS = re.compile("password|secret|token|key", re.IGNORECASE)
+_MAY_HOLD_SECRETS = ("storage", "settings")
 _UNITS = {"_ms": "milliseconds", "_tokens": "tokens"}
 #: Keys with these suffixes are sizes (`kvcached.config.tables.SIZE`).
 _SIZE_SUFFIXES = ("_bytes", "_bytes_per_s")
@@ -143,7 +146,16 @@ def _problem(details: ErrorDetails, model: type[BaseModel], places: Places, insi
     value = context["value"] if context.get("at") else details["input"]
     is_written = details["type"] != "missing" and not isinstance(value, dict | BaseModel)
     is_written = is_written and not context.get("is_secret")
-    return places.problem((*inside, *location), value if is_written else None, what, fix)
+    place = (*inside, *location)
+    if details["type"] == "extra_forbidden":
+        is_written = is_written and not _may_be_secret(place, value)
+    return places.problem(place, value if is_written else None, what, fix)
+
+
+def _may_be_secret(place: Location, value: object) -> bool:
+    """Whether the value of an unknown key is not repeated: a password is also one under a wrong name."""
+    is_named_so = any(_SECRETS.search(str(step)) for step in place)
+    return is_named_so or place[: len(_MAY_HOLD_SECRETS)] == _MAY_HOLD_SECRETS or isinstance(value, list)
 
 
 def _explain(details: ErrorDetails, model: type[BaseModel], location: Location) -> tuple[str, str]:
