@@ -56,7 +56,7 @@ BAD = {
     ),
     "no directory": ('directory = "{disk}"\n', "", ":9: storage.settings.directory: is missing; add it: a path"),
     "relative directory": ("{disk}", "disk", ':10: storage.settings.directory = "disk": is no absolute path'),
-    "unknown setting": ("capacity_bytes", "capacity_byte", "storage.settings.capacity_byte = "),
+    "unknown setting": ("capacity_bytes", "capacity_byte", "storage.settings.capacity_byte: "),
     "tiny capacity": ('"64MiB"', "1", ":11: storage.settings.capacity_bytes = 1: is too small; give a size from 4MiB"),
     "capacity": ('"64MiB"', '"512TiB"', ": is more than the whole file system of disk has ("),
     "floor": (
