@@ -7,6 +7,7 @@ import pytest
 from kvcached.storage import secret_file
 from kvcached.storage.s3 import backend, record
 from kvcached.storage.s3.backend import S3Storage
+from kvcached.storage.s3.probe import Probe
 from tests.mutants.mutant import caught_by, rewrite
 
 _CALLS = "tests/storage/s3/test_backend.py::"
@@ -52,13 +53,13 @@ def s3_record_without_its_random_bytes(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_OPENING + "test_service_without_conditions_is_refused[if-match]")
 def s3_condition_of_a_version_untried(patch: pytest.MonkeyPatch) -> None:
     """A service that replaces a record whatever its version is used."""
-    rewrite(patch, record.honours_conditions, '("", _another(tag))', '("",)')
+    rewrite(patch, Probe.honours_conditions, '(b"", _another(version))', '(b"",)')
 
 
 @caught_by(_OPENING + "test_service_without_conditions_is_refused[if-none-match]")
 def s3_condition_of_absence_untried(patch: pytest.MonkeyPatch) -> None:
     """A service that writes a first record over another one is used."""
-    rewrite(patch, record.honours_conditions, '("", _another(tag))', "(_another(tag),)")
+    rewrite(patch, Probe.honours_conditions, '(b"", _another(version))', "(_another(version),)")
 
 
 @caught_by(_OPENING + "test_environment_leads_blocks_nowhere")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -35,6 +36,7 @@ from kvcached.storage.s3 import record
 from kvcached.storage.s3.calls import Calls, sure
 from kvcached.storage.s3.credentials import FileCredentials
 from kvcached.storage.s3.failures import result_of
+from kvcached.storage.s3.probe import Probe
 from kvcached.storage.s3.settings import S3Settings
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ IN_FLIGHT_BYTES_MAX: Final = 32 << 20
 _PAGE: Final = 1000
 #: The least limit for one page of a clear: services delete the objects of a page one after the other.
 _PAGE_TIMEOUT_S: Final = 60.0
+#: How long it is told that there is nothing: others write, too. As long as the answer to a question takes to be read.
+_EMPTY_S: Final = 5.0
 #: The library's own limit of one request. Each call has a shorter one, which ends its requests.
 _REQUEST_TIMEOUT: Final = timedelta(minutes=10)
 _RETRY: RetryConfig = {
@@ -62,7 +66,6 @@ class S3Storage(Storage):
 
     Attributes:
         calls: where requests run.
-        is_empty: whether it had no blocks when it was opened, and nothing was written since.
 
     Raises:
         S3Failure: from every method but `get` and `put`: the service refuses, or does not answer.
@@ -79,22 +82,24 @@ class S3Storage(Storage):
         self._prefix = settings.prefix
         self._blocks = f"{settings.prefix}blocks/"
         self._record = f"{settings.prefix}record"
-        self.is_empty = False
+        self._empty_until_s = 0.0
         self.calls = Calls()
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Ask for each."""
         found = self.calls.run_all([self._exists(key) for key in keys], timeout_s)
-        return [sure(each) for each in found]
+        return self._noted([sure(each) for each in found])
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read blocks."""
         gate = _gate(blocks)
-        return _results(self.calls.run_all([self._get(block, gate) for block in blocks], timeout_s))
+        results = _results(self.calls.run_all([self._get(block, gate) for block in blocks], timeout_s))
+        self._noted([each == DONE for each in results])
+        return results
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Write blocks; what is there is replaced."""
-        self.is_empty = False
+        self._empty_until_s = 0.0
         gate = _gate(blocks)
         return _results(self.calls.run_all([self._put(block, gate) for block in blocks], timeout_s))
 
@@ -115,12 +120,13 @@ class S3Storage(Storage):
         return count
 
     def usage(self) -> Usage:
-        """Only whether it is known to be empty: a service does not tell how full it is."""
-        return Usage(blocks=0 if self.is_empty else -1, size_bytes=-1, capacity_bytes=-1)
+        """Only whether it was empty a moment ago: a service does not tell how full it is."""
+        is_empty = time.monotonic() < self._empty_until_s
+        return Usage(blocks=0 if is_empty else -1, size_bytes=-1, capacity_bytes=-1)
 
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
-        """Read its object."""
-        return self.calls.run(record.read(self._store, self._record), timeout_s)
+        """Read its object. Where there is none, `usage` says afterwards whether there are no blocks either."""
+        return self.calls.run(self._read_record(), timeout_s)
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
         """Write its object, on the condition that it has the ETag that is the version."""
@@ -130,13 +136,33 @@ class S3Storage(Storage):
         """End the thread of the requests."""
         self.calls.close()
 
-    async def holds_nothing(self) -> bool:
-        """Whether there is no block."""
-        return not await self._next_of(obstore.list(self._store, self._blocks, chunk_size=_PAGE))
+    async def look(self) -> None:
+        """Look whether there are no blocks, for `usage`."""
+        pages = obstore.list(self._store, self._blocks, chunk_size=_PAGE)
+        while (names := await self._next_of(pages)) is not None:
+            if names:
+                self._empty_until_s = 0.0
+                return
+        self._empty_until_s = time.monotonic() + _EMPTY_S
 
-    async def honours_conditions(self) -> bool:
-        """Whether the service compares before it writes."""
-        return await record.honours_conditions(self._store, f"{self._prefix}probe-{secrets.token_hex(8)}")
+    async def ask_for_absent(self) -> None:
+        """Ask for a block that nobody has."""
+        await self._exists(secrets.token_bytes(STORED_KEY_BYTES))
+
+    def probe(self) -> Probe:
+        """An object of this opening alone."""
+        return Probe(self._store, f"{self._prefix}probe/")
+
+    async def _read_record(self) -> VersionedRecord | None:
+        found = await record.read(self._store, self._record)
+        if found is None:  # of a service that has lost everything, or of one that somebody has deleted it from
+            await self.look()
+        return found
+
+    def _noted(self, found: list[bool]) -> list[bool]:
+        if any(found):
+            self._empty_until_s = 0.0
+        return found
 
     def _path(self, key: bytes) -> str:
         return f"{self._blocks}{key[:PREFIX_BYTES].hex()}/{key[PREFIX_BYTES:].hex()}"
@@ -203,7 +229,8 @@ def _store(settings: S3Settings) -> S3Store:
     config: S3Config = {
         "region": settings.region,
         "virtual_hosted_style_request": not settings.has_bucket_in_path,
-        # Variables of the environment do not count: neither for the place that blocks go to, nor for signatures.
+        # Variables of the environment do not count, whoever opens this: neither for the place that blocks go to, nor
+        # for signatures. `opening` takes away the others.
         "aws_endpoint_url_s3": settings.bucket_endpoint,
         "skip_signature": False,
     }

@@ -32,7 +32,8 @@ class Calls:
     def run_all(self, works: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> list[T | BaseException]:
         """Run pieces of work at the same time; returns the result or the error of each.
 
-        What takes too long is ended, and has the result TimeoutError. When this returns, nothing of it runs any more.
+        What takes too long is ended, and has the result TimeoutError. When this returns, nothing of it runs any more:
+        so no piece of work may wait for anything once it is ended.
         """
         return asyncio.run_coroutine_threadsafe(_all(works, timeout_s), self._loop).result()
 

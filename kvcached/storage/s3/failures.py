@@ -13,6 +13,11 @@ from kvcached.storage.backend import Outcome, Result
 
 _STATUS: Final = re.compile(r"non-2xx status code: (\d{3})([A-Za-z -]*)")
 _CODE: Final = re.compile(r"<Code>(\w{1,100})</Code>")
+#: One of the objects of a DELETE of several: the status is 200. The text of the service stands in other fields.
+_NOT_DELETED: Final = re.compile(r'source: DeleteFailed \{\s+path: "[^"]*",\s+code: "(\w{1,100})"')
+#: An error with status 200, and an answer of another form. Both are quoted.
+_ERROR_IN_ANSWER: Final = "Server returned error response: "
+_NO_ANSWER: Final = re.compile(r"Got invalid [\w ]+ response: ")
 #: In what the library shows of the error that caused the error: the innermost one stands last.
 _CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
 _KIND: Final = re.compile(r"kind: (Timeout|Connect|Decode|Interrupted)\b")
@@ -25,6 +30,7 @@ _KINDS: Final = {
 #: Codes of services that have no room: of AWS's directory buckets, Ceph, MinIO and others.
 _FULL: Final = re.compile(r"Quota|StorageFull|InsufficientStorage|NoSpace|StorageLimit")
 _INSUFFICIENT_STORAGE: Final = 507
+_OK: Final = 200
 
 
 class Failure(NamedTuple):
@@ -54,14 +60,25 @@ def failure(error: BaseException) -> Failure:
     text = str(error)
     if isinstance(error, TimeoutError):
         return Failure(0, "", text or "no answer in time")
-    answer, code = _STATUS.search(text), _CODE.search(text)
-    if answer is not None:
-        name = code[1] if code else ""
-        words = f"{answer[1]}{answer[2].rstrip()}" + (f" ({name})" if name else "")
-        return Failure(int(answer[1]), name, f"the service answers {words}")
+    if (answered := _answer(text)) is not None:
+        return answered
     kind, causes = _KIND.search(text), _CAUSE.findall(text)
     said = [*([_KINDS[kind[1]]] if kind else []), *causes[-1:]] or [type(error).__name__, *text.splitlines()[:1]]
     return Failure(0, "", ": ".join(said))
+
+
+def _answer(text: str) -> Failure | None:
+    """What the service has answered; None if it has not."""
+    if (kept := _NOT_DELETED.search(text)) is not None:
+        return Failure(_OK, kept[1], f"the service refuses to delete objects ({kept[1]})")
+    status, code = _STATUS.search(text), _CODE.search(text)
+    name = code[1] if code else ""
+    words = f" ({name})" if name else ""
+    if status is not None:
+        return Failure(int(status[1]), name, f"the service answers {status[1]}{status[2].rstrip()}{words}")
+    if _ERROR_IN_ANSWER in text:
+        return Failure(_OK, name, f"the service answers with an error{words}")
+    return Failure(_OK, "", _KINDS["Decode"]) if _NO_ANSWER.search(text) else None
 
 
 def result_of(error: BaseException) -> Result:

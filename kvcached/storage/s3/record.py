@@ -57,22 +57,6 @@ async def write(store: S3Store, path: str, data: bytes, after: bytes) -> bytes |
     return tag.encode()
 
 
-async def honours_conditions(store: S3Store, path: str) -> bool:
-    """Whether the service writes if a condition holds, and only then, as a scratch object shows.
-
-    Raises:
-        Exception: the library's, or `S3Failure`.
-    """
-    tag = await _put_if(store, path, b"first", "")
-    try:
-        for wrong in ("", _another(tag)):
-            if await _is_written(store, path, wrong):
-                return False
-        return await _is_written(store, path, tag)
-    finally:
-        await obstore.delete_async(store, [path])
-
-
 async def _put_if(store: S3Store, path: str, data: bytes, tag: str) -> str:
     """Write an object if there is none, or only the one with this ETag; returns the new ETag.
 
@@ -82,19 +66,6 @@ async def _put_if(store: S3Store, path: str, data: bytes, tag: str) -> str:
     mode: PutMode = {"e_tag": tag} if tag else "create"
     result = await obstore.put_async(store, path, data, mode=mode, use_multipart=False)
     return _tag(result["e_tag"])
-
-
-async def _is_written(store: S3Store, path: str, tag: str) -> bool:
-    try:
-        await _put_if(store, path, b"second", tag)
-    except _REFUSED:
-        return False
-    return True
-
-
-def _another(tag: str) -> str:
-    """An ETag of the same form that no object has."""
-    return "".join("0" if each in "123456789abcdef" else "1" if each == "0" else each for each in tag)
 
 
 async def _written(store: S3Store, path: str) -> _Written | None:

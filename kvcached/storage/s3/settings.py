@@ -41,6 +41,18 @@ def _endpoint(endpoint: str, info: ValidationInfo) -> str:
     return endpoint.rstrip("/")
 
 
+def _needed_endpoint(endpoint: str | None, info: ValidationInfo) -> str | None:
+    if endpoint is None and info.data.get("allow_http"):
+        raise mistake("is missing, and allow_http is of an endpoint alone", "add it, or leave out allow_http")
+    return endpoint
+
+
+def _profile(profile: str, info: ValidationInfo) -> str:
+    if info.data.get("credentials_file", profile) is None:
+        raise mistake("is a section of no file", "name a credentials_file, or leave it out")
+    return profile
+
+
 def _split(endpoint: str) -> SplitResult | None:
     """The parts of an endpoint; None if it has others than scheme, host and port."""
     try:
@@ -72,8 +84,10 @@ class S3Settings(BaseModel):
     allow_http: bool = Field(
         default=False, description="Whether an endpoint on another machine may be http://, which is not encrypted."
     )
-    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
-        default=None, description="The service, as https://HOST:PORT. Default: AWS in the region."
+    endpoint: Annotated[Annotated[str, AfterValidator(_endpoint)] | None, AfterValidator(_needed_endpoint)] = Field(
+        default=None,
+        validate_default=True,
+        description="The service, as https://HOST:PORT. Default: AWS in the region.",
     )
     path_style: bool | None = Field(
         default=None,
@@ -84,7 +98,7 @@ class S3Settings(BaseModel):
         default=None,
         description="Keys, as in the shared credentials file of AWS. Default: the role of the machine or Pod.",
     )
-    profile: str = Field(
+    profile: Annotated[str, AfterValidator(_profile)] = Field(
         default="default", min_length=1, max_length=128, description="The section of the credentials file."
     )
     ca_file: AbsolutePath | None = Field(
@@ -103,6 +117,11 @@ class S3Settings(BaseModel):
     def service(self) -> str:
         """The service as a URL."""
         return self.endpoint or f"https://s3.{self.region}.amazonaws.com"
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether the service has an address of this machine alone."""
+        return _is_loopback(urlsplit(self.service).hostname or "")
 
     @property
     def bucket_endpoint(self) -> str:

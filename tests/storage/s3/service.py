@@ -29,21 +29,27 @@ class FakeS3:
         objects: what is stored, by name.
         conditions: which it compares before it writes.
         plan: what to do with the next requests that `is_planned` says: an answer (status, code), or "lost": do it, and
-            answer with a failure.
+            answer with a failure, or "hung": no answer before the end.
         is_planned: for which requests, by method and name.
+        refused_deletes: the code that it refuses to delete each object with, in an answer of status 200.
+        modified: when objects were written, as the lists say; another time for some names.
         requests: methods and names of all requests so far.
         signatures: of these.
+        ended: set at the end.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.conditions = {"if-match", "if-none-match"}
         self.plan: deque[tuple[int, str] | str] = deque()
-        self.is_planned: Callable[[str, str], bool] = lambda method, name: "probe-" not in name
+        self.is_planned: Callable[[str, str], bool] = lambda method, name: "probe/" not in name
+        self.refused_deletes = ""
+        self.modified: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.signatures: list[str] = []
         self.lock = threading.Lock()
         self.port = 0
+        self.ended = threading.Event()
 
     def settings(self, folder: Path, **more: object) -> dict[str, object]:
         """Settings of a backend that uses it."""
@@ -67,9 +73,12 @@ def fake_s3(certificate: Path | None = None) -> Iterator[FakeS3]:
             server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield fake
-        server.shutdown()
-        thread.join()
+        try:
+            yield fake
+        finally:
+            fake.ended.set()
+            server.shutdown()
+            thread.join()
 
 
 def _tag(data: bytes) -> str:
@@ -99,25 +108,26 @@ class _Handler(BaseHTTPRequestHandler):
             service.requests.append((self.command, name))
             service.signatures.append(self.headers.get("authorization") or "")
             planned = service.plan.popleft() if service.plan and service.is_planned(self.command, name) else None
+        if planned == "hung":
+            service.ended.wait()
+            self.close_connection = True
+            return
+        with service.lock:
             if isinstance(planned, tuple):
                 self._refuse(*planned)
                 return
             answer = self._do(name, query, body)
             self._answer(*(answer if planned is None else (500, b"<Error><Code>InternalError</Code></Error>", "")))
 
-    do_GET = do_HEAD = do_PUT = do_POST = _serve  # noqa: N815 - the base class looks for these names
+    do_GET = do_HEAD = do_PUT = do_POST = do_CONNECT = _serve  # noqa: N815 - the base class looks for these names
 
     def _do(self, name: str, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes, str]:
         """Status, body and ETag."""
         objects = self.service.objects
         if "list-type" in query:
-            return 200, _listed(objects, query), ""
+            return 200, _listed(objects, query, self.service.modified), ""
         if self.command == "POST":
-            names = re.findall(r"<Key>([^<]*)</Key>", body.decode())
-            for each in names:
-                objects.pop(each, None)
-            rows = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in names)
-            return 200, f"<DeleteResult>{rows}</DeleteResult>".encode(), ""
+            return 200, _deleted(objects, body.decode(), self.service.refused_deletes), ""
         there = objects.get(name)
         if self.command == "PUT":
             if not self._holds(there):
@@ -148,13 +158,27 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _listed(objects: dict[str, bytes], query: dict[str, list[str]]) -> bytes:
+def _deleted(objects: dict[str, bytes], body: str, refusal: str) -> bytes:
+    """Delete objects; or refuse to, for each of them."""
+    names = re.findall(r"<Key>([^<]*)</Key>", body)
+    if refusal:
+        said = f"<Code>{refusal}</Code><Message>somebodys-secret</Message>"
+        rows = "".join(f"<Error><Key>{each}</Key>{said}</Error>" for each in names)
+    else:
+        for each in names:
+            objects.pop(each, None)
+        rows = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in names)
+    return f"<DeleteResult>{rows}</DeleteResult>".encode()
+
+
+def _listed(objects: dict[str, bytes], query: dict[str, list[str]], modified: dict[str, str]) -> bytes:
     """One page of at most a thousand; the next one begins behind its last name."""
     after = query.get("continuation-token", [""])[0]
     names = sorted(each for each in objects if each.startswith(query.get("prefix", [""])[0]) and each > after)
     page = names[:1000]
     rows = "".join(
-        f"<Contents><Key>{escape(each)}</Key><LastModified>2026-11-28T12:00:00.000Z</LastModified>"
+        f"<Contents><Key>{escape(each)}</Key>"
+        f"<LastModified>{modified.get(each, '2026-11-28T12:00:00.000Z')}</LastModified>"
         f"<ETag>{escape(_tag(objects[each]))}</ETag><Size>{len(objects[each])}</Size></Contents>"
         for each in page
     )
