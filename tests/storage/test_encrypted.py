@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Result, StorageUnusable, VersionedRecord
+from kvcached.storage.backend import (
+    ABSENT,
+    DONE,
+    Block,
+    Capabilities,
+    Outcome,
+    Result,
+    StorageUnusable,
+    VersionedRecord,
+)
 from kvcached.storage.encryption import backend as encrypted
 from kvcached.storage.encryption.backend import EncryptedStorage, read_secret
 from tests.service.fleet import FakeShelf
@@ -123,6 +133,50 @@ def test_large_batches_are_copied_in_portions(
     assert results == [DONE, ABSENT, DONE, DONE, DONE]
     assert is_right(blocks[4], 13)
     assert sizes == [2, 2, 1, 2, 2, 1]
+
+
+@pytest.mark.parametrize("name_of_call", ["get", "put"])
+def test_portions_share_the_limit_of_their_call(
+    storage: EncryptedStorage, monkeypatch: pytest.MonkeyPatch, name_of_call: str
+) -> None:
+    """Each portion gets what the ones before have left; where nothing is left, its blocks fail without a call."""
+    monkeypatch.setattr(encrypted, "_COPIES_BYTES_MAX", 20480)
+    now_s, limits = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    def wait(blocks: list[Block], *, timeout_s: float) -> list[Result]:
+        limits.append(timeout_s)
+        now_s[0] += min(timeout_s, 4.0)
+        return [DONE if timeout_s >= 4 else Result(Outcome.FAILED, "too slow")] * len(blocks)
+
+    monkeypatch.setattr(storage._inner, name_of_call, wait)
+    monkeypatch.setattr(storage._cipher, "decrypt", lambda *_: True)
+
+    results = getattr(storage, name_of_call)([stored(number) for number in range(5)], timeout_s=10.0)
+
+    assert limits == [10.0, 6.0, 2.0]
+    late = Result(Outcome.FAILED, "not begun within 10 s")
+    assert results == [DONE, DONE, Result(Outcome.FAILED, "too slow"), late, late]
+    assert now_s == [110.0]
+
+
+@pytest.mark.parametrize(("takes_s", "deletes"), [(4.0, [6.0]), (10.0, [])])
+def test_deletion_has_what_the_read_has_left(
+    storage: EncryptedStorage, monkeypatch: pytest.MonkeyPatch, takes_s: float, deletes: list[float]
+) -> None:
+    """A value that is not what was encrypted is deleted within the limit of the read that found it, or later."""
+    now_s, limits = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    def read(blocks: list[Block], *, timeout_s: float) -> list[Result]:
+        now_s[0] += takes_s
+        return [DONE] * len(blocks)
+
+    monkeypatch.setattr(storage._inner, "get", read)
+    monkeypatch.setattr(storage._inner, "delete", lambda keys, *, timeout_s: limits.append(timeout_s))
+
+    assert storage.get([asked(1)], timeout_s=10.0) == [ABSENT]
+    assert limits == deletes
 
 
 def test_parts_cannot_change_places(tmp_path: Path, storage: EncryptedStorage) -> None:
