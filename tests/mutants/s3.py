@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvcached.storage import secret_file
-from kvcached.storage.s3 import backend, record
+from kvcached.storage.s3 import backend, opening, record
 from kvcached.storage.s3.backend import S3Storage
 from kvcached.storage.s3.probe import Probe
 from tests.mutants.mutant import caught_by, rewrite
 
 _CALLS = "tests/storage/s3/test_backend.py::"
 _OPENING = "tests/storage/s3/test_opening.py::"
+_TRIAL = "tests/storage/s3/test_trial.py::"
+_USAGE = "tests/storage/s3/test_usage.py::"
 
 
 @caught_by(_CALLS + "test_bodies_of_writes_are_copies")
@@ -62,10 +64,22 @@ def s3_condition_of_absence_untried(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, Probe.honours_conditions, '(b"", _another(version))', "(_another(version),)")
 
 
-@caught_by(_OPENING + "test_environment_leads_blocks_nowhere")
-def s3_endpoint_of_the_environment(patch: pytest.MonkeyPatch) -> None:
-    """A variable of the environment decides which service gets the blocks."""
-    rewrite(patch, backend._store, '"aws_endpoint_url_s3"', '"endpoint"')
+@caught_by(_TRIAL + "test_environment_does_not_count[AWS_CONDITIONAL_PUT-disabled]")
+def s3_settings_of_the_environment(patch: pytest.MonkeyPatch) -> None:
+    """A variable of the environment decides how blocks are written."""
+    rewrite(patch, opening._leave_environment, "known not in _OF_ROLES", "False")
+
+
+@caught_by(_TRIAL + "test_who_may_not_delete_leaves_nothing")
+def s3_delete_untried_before_a_write(patch: pytest.MonkeyPatch) -> None:
+    """Who may not delete leaves one more object each time."""
+    rewrite(patch, Probe.delete_before, "await obstore.delete_async(self._store, [self._path])", "pass")
+
+
+@caught_by(_USAGE + "test_block_of_another_daemon_ends_it")
+def s3_empty_after_a_find(patch: pytest.MonkeyPatch) -> None:
+    """A daemon that only reads says that there is nothing, though it has found a block."""
+    rewrite(patch, S3Storage._noted, "any(found)", "False")
 
 
 @caught_by(_OPENING + "test_credentials_file_is_private")
