@@ -36,7 +36,7 @@ _WHAT = {
 }
 #: New names of tables that were renamed.
 _NEW_NAMES = {"attached": "offload"}
-#: What names of secrets have in them. Below the other table, any unknown key may be one of a backend's other versions.
+#: What the names of secrets have in them. In the table of a backend's settings, any key may be for one.
 _SECRETS = re.compile("password|secret|token|key", re.IGNORECASE)
 _MAY_HOLD_SECRETS = ("storage", "settings")
 _UNITS = {"_ms": "milliseconds", "_tokens": "tokens"}
