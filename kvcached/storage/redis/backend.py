@@ -100,20 +100,18 @@ class RedisStorage(Storage):
         return self._fullness.figures()
 
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
-        """The fields of one key."""
-        ((version, data),) = self._all(b"HMGET", [self._record], timeout_s, (b"version", b"data"))
-        return None if version is None or data is None else VersionedRecord(data, version)
+        """The fields of one key. Where there is none, `usage` tells the state after that."""
+        version, data = self._of_record((b"HMGET", self._record, b"version", b"data"), timeout_s, all)
+        if version is None or data is None:
+            self._fullness.expire()
+            return None
+        return VersionedRecord(data, version)
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
         """By a script, which nothing interrupts. A random version does not come again when the server was emptied."""
         version = secrets.token_bytes(_VERSION_BYTES)
-        with self._finding():
-            until_s = time.monotonic() + timeout_s
-            ((server, _),) = self._nodes.of([self._record], until_s)
-            with server.taken(timeout_s, until_s) as exchange:
-                exchange.send([(b"EVAL", _WRITE_RECORD, b"1", self._record, after, version, data)])
-                reply = exchange.read()
-            return version if accepted(reply) == 1 else None
+        command = (b"EVAL", _WRITE_RECORD, b"1", self._record, after, version, data)
+        return version if self._of_record(command, timeout_s, bool) else None
 
     def close(self) -> None:
         """Close the connections."""
@@ -144,6 +142,18 @@ class RedisStorage(Storage):
                     for number in numbers:
                         replies[number] = exchange.read()
             return [accepted(reply) for reply in replies]
+
+    def _of_record(self, command: Command, timeout_s: float, has_record: Callable[[Reply], bool]) -> Reply:
+        """The reply to a command for the record; whether it means that the record is there."""
+        with self._finding():
+            until_s = time.monotonic() + timeout_s
+            ((server, _),) = self._nodes.of([self._record], until_s)
+            with server.taken(timeout_s, until_s) as exchange:
+                exchange.send([command, (b"INFO", b"server")])  # the same connection: the process that has the record
+                reply, info = exchange.read(), exchange.read()
+            if has_record(accepted(reply)) and not isinstance(info, ResponseError):
+                self._fullness.saw_record(info)
+            return reply
 
     def _each(
         self,
