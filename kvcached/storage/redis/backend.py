@@ -6,6 +6,7 @@ the server hold of them. Each has a reply of its own.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,8 +65,27 @@ class RedisStorage(Storage):
         self._fullness = Fullness(nodes, self._record)
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """In one round trip to each server."""
-        return [found == 1 for found in self._all(b"EXISTS", list(map(self._name, keys)), timeout_s)]
+        """In one round trip to each server. Where some fail, their keys are as good as absent."""
+        found, failures = [False] * len(keys), list[Exception]()
+        until_s = time.monotonic() + timeout_s
+        with self._finding():
+            servers = self._nodes.of(list(map(self._name, keys)), until_s) if keys else []
+        for server, numbers in servers:
+            try:
+                with server.taken(timeout_s, until_s) as exchange:
+                    exchange.send((b"EXISTS", self._name(keys[number])) for number in numbers)
+                    replies = [exchange.read() for _ in numbers]
+                for number, reply in zip(numbers, replies, strict=True):
+                    if isinstance(reply, AskError):
+                        self._nodes.expire()
+                    else:
+                        found[number] = accepted(reply) == 1
+            except UNREACHABLE as error:
+                self._nodes.expire()
+                failures.append(error)
+        if failures and len(failures) == len(servers):
+            raise failures[0]
+        return found
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read values; a value of another size is absent."""
@@ -88,10 +108,12 @@ class RedisStorage(Storage):
         """Look at all keys of each server, step by step; each step is answered in time, or this fails."""
         start = self._names + prefix.hex().encode()
         pattern = start + b"?" * (len(self._names) + 2 * STORED_KEY_BYTES - len(start))
+        # A pattern also matches names of other forms, among them those of a longer prefix that begins like this one.
+        is_block = re.compile(re.escape(self._names) + b"[0-9a-f]{%d}" % (2 * STORED_KEY_BYTES)).fullmatch
         count = 0
         with self._finding():
             for server in self._nodes.all(time.monotonic() + timeout_s):
-                count += sum(_cleared(server, pattern, timeout_s))
+                count += sum(_cleared(server, pattern, is_block, timeout_s))
         self._fullness.expire()
         return count
 
@@ -235,12 +257,15 @@ def _portions(blocks: Sequence[Block], numbers: Sequence[int]) -> Iterator[Seque
     yield numbers[first:]
 
 
-def _cleared(server: Connections, pattern: bytes, timeout_s: float) -> Iterator[int]:
-    """Delete what has such names; how many there were, step by step."""
+def _cleared(
+    server: Connections, pattern: bytes, is_block: Callable[[bytes], object], timeout_s: float
+) -> Iterator[int]:
+    """Delete the blocks with such names; how many there were, step by step."""
     cursor = b""
     while cursor != b"0":
         with server.taken(timeout_s) as exchange:
             cursor, names = exchange.ask(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", _KEYS_PER_STEP)
+            names = list(filter(is_block, names))
             exchange.send((b"UNLINK", name) for name in names)
             replies = [exchange.read() for _ in names]
         yield sum(map(accepted, replies))

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from redis.exceptions import RedisError
 
 from kvcached.storage.backend import DONE, Outcome, Storage, StorageMisconfigured
 from kvcached.storage.redis.opening import open_redis
@@ -68,6 +69,9 @@ def test_slot_that_moves_is_found_again() -> None:
         storage.delete([key(1)], timeout_s=TIMEOUT_S)
         before = servers.owner(name(1))
         servers.move(name(1), next(node for node in servers.nodes if node is not before))
+        assert storage.exists([key(1), key(2)], timeout_s=TIMEOUT_S) == [False, True]
+        storage.exists([key(2)], timeout_s=TIMEOUT_S)
+        servers.move(name(1), before)
         first, second = storage.put([stored(1), stored(2)], timeout_s=TIMEOUT_S)
 
         assert first.outcome is Outcome.FAILED
@@ -109,6 +113,10 @@ def test_blocks_of_a_dead_node_are_lost_alone() -> None:
             results = storage.get([asked(number) for number in numbers], timeout_s=TIMEOUT_S)
             assert {number for number, result in enumerate(results) if result != DONE} == theirs
             assert {results[number].outcome for number in theirs} == {Outcome.FAILED}
+            found = storage.exists([key(number) for number in numbers], timeout_s=TIMEOUT_S)
+            assert {number for number in numbers if not found[number]} == theirs
+        with pytest.raises(RedisError):
+            storage.exists([key(number) for number in theirs], timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("has_died", [False, True])

@@ -204,6 +204,7 @@ def test_foreign_keys_are_left_alone(server: Server, storage: Storage, request: 
     """Keys of another form below the prefix, and those of longer prefixes, are no blocks: a clear keeps them."""
     prefix = request.node.name
     foreign = [f"{prefix}:b:hello", f"{prefix}:b", f"{prefix}:b:b:{key(1).hex()}", f"{prefix}2:b:{key(1).hex()}"]
+    foreign += [f"{prefix}:b:{'x' * 57}:record", f"{prefix}:b:{'Z' * 64}", f"{prefix}:b:{'A' * 64}"]
     for each in foreign:
         server.ask("SET", each, "foreign")
     put(storage, 1)
