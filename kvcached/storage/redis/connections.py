@@ -6,15 +6,19 @@ goes to the socket from where it is, which takes a fifth of the time of a joined
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 from redis import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.connection import DefaultParser
 from redis.credentials import CredentialProvider
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.utils import SENTINEL
 
 from kvcached.storage.backend import StorageUnusable
 from kvcached.storage.redis.settings import RedisSettings, Server
@@ -31,13 +35,32 @@ UNREACHABLE: Final = (RedisError, OSError, StorageUnusable)
 
 #: A reply of some hundred KiB comes in a few reads.
 _READ_BYTES: Final = 256 << 10
+#: TLS sends a record at a time, each with a time limit of its own.
+_TLS_RECORD_BYTES: Final = 16 << 10
+
+
+class _Parser(DefaultParser):  # type: ignore[misc, valid-type]
+    """Redis's, where the time limit of a reply is that of all its pieces: redis gives it to each."""
+
+    _until_s = math.inf
+
+    def read_response(self, *args: object, timeout: float | object = SENTINEL, **options: object) -> Reply:
+        self._until_s = time.monotonic() + timeout if isinstance(timeout, float) else math.inf
+        return super().read_response(*args, timeout=timeout, **options)
+
+    def read_from_socket(self, timeout: float | object = SENTINEL, **options: object) -> bool:
+        if self._until_s < math.inf:
+            timeout = _left_s(self._until_s)
+        more: bool = super().read_from_socket(timeout=timeout, **options)
+        return more
 
 
 class Exchange:
     """Commands and their replies on one connection."""
 
-    def __init__(self, connection: _Connection, until_s: float) -> None:
+    def __init__(self, connection: _Connection, until_s: float, piece_bytes: int = sys.maxsize) -> None:
         self._connection = connection
+        self._piece_bytes = piece_bytes
         self._until_s = until_s
         #: Whether the server is no longer the one for this work: its name may lead to another one now.
         self.is_stale = False
@@ -48,8 +71,10 @@ class Exchange:
         Raises:
             RedisError: the connection failed, or there is no time left.
         """
-        self.left_s()
-        self._connection.send_packed_command(packed(commands))
+        for whole in packed(commands):
+            for first in range(0, len(whole), self._piece_bytes):
+                self._connection.update_current_socket_timeout(self.left_s())
+                self._connection.send_packed_command([whole[first : first + self._piece_bytes]])
 
     def read(self) -> Reply:
         """The next reply; an error that is one is returned.
@@ -78,10 +103,14 @@ class Exchange:
         Raises:
             RedisTimeoutError: there is none.
         """
-        left_s = self._until_s - time.monotonic()
-        if left_s <= 0:
-            raise RedisTimeoutError("the server did not answer in time")
-        return left_s
+        return _left_s(self._until_s)
+
+
+def _left_s(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise RedisTimeoutError("the server did not answer in time")
+    return left_s
 
 
 class Connections:
@@ -110,7 +139,7 @@ class Connections:
         """
         until_s = time.monotonic() + timeout_s if until_s is None else until_s
         connection = self._alive(None if sends_little else timeout_s) or self._new(timeout_s)
-        exchange = Exchange(connection, until_s)
+        exchange = Exchange(connection, until_s, *[_TLS_RECORD_BYTES] * self.server.is_encrypted)
         try:
             exchange.left_s()  # a part of a call whose time is up does not begin to connect
             connection.connect()
@@ -150,6 +179,7 @@ class Connections:
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             "socket_read_size": _READ_BYTES,
+            "parser_class": _Parser,
             "credential_provider": None if settings.password_file is None else _PasswordFile(settings),
         }
         kind: type[_Connection] = UnixDomainSocketConnection

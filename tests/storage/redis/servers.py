@@ -229,6 +229,38 @@ def stalling(server: Server, passed_bytes: int) -> Iterator[int]:
 
 
 @contextmanager
+def dripping(server: Server, piece_bytes: int, pause_s: float) -> Iterator[int]:
+    """A port that passes large requests and replies in pieces, with pauses between them."""
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(piece_bytes):
+                time.sleep(pause_s if len(data) == piece_bytes else 0)
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def serve(outside: socket.socket) -> None:
+        with outside, socket.socket(socket.AF_UNIX) as inside:
+            inside.connect(str(server.socket))
+            replies = threading.Thread(target=pass_on, args=(inside, outside), daemon=True)
+            replies.start()
+            pass_on(outside, inside)
+            replies.join()
+
+    def let_in(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=let_in, args=(listener,), daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
 def speaking(reply: bytes) -> Iterator[int]:
     """A port of the loopback interface where one client gets the same reply to whatever it says."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +16,7 @@ from kvcached.storage.redis.connections import Connections
 from kvcached.storage.redis.opening import open_redis
 from kvcached.storage.redis.settings import RedisSettings
 from tests.storage.disks import get, put
-from tests.storage.redis.servers import Server, opened, running, stalling
+from tests.storage.redis.servers import Server, dripping, opened, running, stalling
 from tests.storage.values import TIMEOUT_S, asked, is_right, key, kind, stored
 
 SHORT_S = 0.2
@@ -74,6 +75,26 @@ def test_part_of_a_value_is_not_taken_for_one(server: Server) -> None:
         whole = [is_right(*each) for each in zip(blocks, (1, 2, 3), strict=True)]
         assert whole == [result == DONE for result in results] == [True, True, False]
         assert [get(storage, number) for number in (3, 1, 2)] == [DONE] * 3
+
+
+def test_pieces_that_come_in_time_do_not_add_up() -> None:
+    """Where each piece of a reply or of a value passes in time, but not all of them, the call ends in its timeout."""
+    with (
+        running() as server,
+        opened(server, "drips") as near,
+        dripping(server, 8192, 0.05) as port,
+        closing(open_redis({"url": f"redis://127.0.0.1:{port}", "prefix": "drips"})) as storage,
+    ):
+        near.put([stored(1, LARGE)], timeout_s=TIMEOUT_S)
+        for call in (
+            partial(storage.get, [asked(1, LARGE)]),
+            partial(storage.put, [stored(number, kind(1 << 18, shards=8)) for number in range(8)]),
+        ):
+            began_s = time.monotonic()
+            results = call(timeout_s=SHORT_S)
+
+            assert {each.outcome for each in results} == {Outcome.FAILED}
+            assert time.monotonic() - began_s < SHORT_S + SLACK_S
 
 
 def test_connection_with_an_unread_reply_is_not_used_again(server: Server) -> None:
