@@ -92,11 +92,16 @@ class RedisStorage(Storage):
         return self._each(blocks, lambda block: (b"GET", self._name(block.key)), _got, timeout_s)
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Write values, over what is there."""
+        """Write values, over what is there.
+
+        The record is used with them: a server that evicts what was not used for long keeps it, however much is written.
+        """
         self._fullness.writes()
-        return self._each(
-            blocks, lambda block: (b"SET", self._name(block.key), block.parts, *self._expiry), _put, timeout_s
-        )
+
+        def command(block: Block) -> Command:
+            return b"SET", self._name(block.key), block.parts, *self._expiry
+
+        return self._each(blocks, command, _put, timeout_s, uses=self._record)
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """The server frees their memory in the background."""
@@ -183,8 +188,13 @@ class RedisStorage(Storage):
         command: Callable[[Block], Command],
         result: Callable[[Block, Reply], Result],
         timeout_s: float,
+        *,
+        uses: bytes | None = None,
     ) -> list[Result]:
-        """The result of a command for each block. After a connection fails, the rest of what it was for has failed."""
+        """The result of a command for each block. After a connection fails, the rest of what it was for has failed.
+
+        The server that has the key `uses` counts it as used.
+        """
         results: dict[int, Result] = {}
         until_s = time.monotonic() + timeout_s
         failure = ""
@@ -195,8 +205,11 @@ class RedisStorage(Storage):
         for server, numbers in found:
             try:
                 with server.taken(timeout_s, until_s) as exchange:
+                    is_used = [(b"TOUCH", uses)] if uses and self._nodes.has(server, uses) else []
                     for some in _portions(blocks, numbers):
-                        exchange.send(command(blocks[number]) for number in some)
+                        exchange.send([*is_used, *(command(blocks[number]) for number in some)])
+                        for _ in is_used:
+                            exchange.read()
                         for number in some:
                             reply = exchange.read()
                             results[number] = result(blocks[number], reply)

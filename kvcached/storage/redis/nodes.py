@@ -82,6 +82,11 @@ class Nodes:
             found.setdefault(owner, []).append(number)
         return list(found.items())
 
+    def has(self, server: Connections, name: bytes) -> bool:
+        """Whether a server has this key, as far as is known without asking."""
+        owners = self._owners
+        return not self._is_cluster or (owners is not None and owners[key_slot(name)] is server)
+
     def close(self) -> None:
         """Close the connections that nobody uses."""
         for each in (self.first, *self._known.values()):

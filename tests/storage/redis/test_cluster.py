@@ -141,6 +141,23 @@ def test_failover_is_followed(has_died: bool) -> None:
         assert storage.usage().size_bytes > 0
 
 
+def test_puts_use_the_record_where_it_is(shared_cluster: Cluster) -> None:
+    """Blocks that go to the server with the record keep it there; other servers are not asked for it."""
+    with closing(open_redis(shared_cluster.settings("test"))) as storage:
+        storage.write_record(b"record", b"", timeout_s=TIMEOUT_S)
+        owner = shared_cluster.owner(b"test:record")
+        for node in shared_cluster.nodes:
+            node.ask("CONFIG", "RESETSTAT")
+        time.sleep(1.1)  # the server counts seconds
+        put(storage, *range(12))
+
+        assert owner.ask("OBJECT", "IDLETIME", "test:record") == 0
+        for node in shared_cluster.nodes:
+            assert ("cmdstat_touch" in node.ask("INFO", "commandstats")) == (node is owner)
+        storage.clear(b"", timeout_s=TIMEOUT_S)
+        owner.ask("DEL", "test:record")
+
+
 def test_user_of_a_cluster_needs_one_permission_more(shared_cluster: Cluster, tmp_path: Path) -> None:
     """The ACL in docs/storage.md, with what it says of clusters, lets the backend use every node."""
     file = private(tmp_path / "password", PASSWORD)

@@ -196,14 +196,15 @@ def test_evicted_blocks_are_absent(policy: str, ttl_s: int | None) -> None:
 
 
 def test_record_counts_as_used(server: Server) -> None:
-    """Who asks how full the server is, as is done after every request, uses the record."""
+    """Who asks how full the server is, as is done after every request, uses the record, and so does who puts blocks."""
     with opened(server, "used") as storage:
         storage.write_record(b"record", b"", timeout_s=TIMEOUT_S)
-        time.sleep(1.1)  # the server counts seconds
-        assert server.ask("OBJECT", "IDLETIME", "used:record") >= 1
-        storage.usage()
+        for use in (storage.usage, partial(put, storage, 1)):
+            time.sleep(1.1)  # the server counts seconds
+            assert server.ask("OBJECT", "IDLETIME", "used:record") >= 1
+            use()
 
-        assert server.ask("OBJECT", "IDLETIME", "used:record") == 0
+            assert server.ask("OBJECT", "IDLETIME", "used:record") == 0
 
 
 def test_key_of_another_type_fails_alone(server: Server, storage: Storage, request: pytest.FixtureRequest) -> None:
