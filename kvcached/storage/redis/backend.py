@@ -227,6 +227,25 @@ def record_of(settings: RedisSettings) -> bytes:
     return f"{settings.prefix}:record".encode()
 
 
+def uses_of(settings: RedisSettings) -> list[tuple[bytes, ...]]:
+    """Each command that a backend sends, in a form that leaves nothing behind: for a look whether its user may."""
+    key = f"{settings.prefix}:probe".encode()
+    return [
+        (b"SET", key, b"", b"EX", b"10"),
+        (b"GET", key),
+        (b"EXISTS", key),
+        (b"TOUCH", key),
+        # The key is no hash: where these are permitted, they fail.
+        (b"HGET", key, b"version"),
+        (b"HMGET", key, b"version", b"data"),
+        (b"HSET", key, b"version", b""),
+        (b"EVAL", _WRITE_RECORD, b"1", key, b"", b"", b""),
+        (b"SCAN", b"0", b"MATCH", key, b"COUNT", b"1"),
+        (b"DBSIZE",),
+        (b"UNLINK", key),
+    ]
+
+
 def _got(block: Block, reply: Reply) -> Result:
     if isinstance(reply, ResponseError):
         return _refused(reply)

@@ -43,6 +43,7 @@ def open_redis(settings: dict[str, object]) -> Storage:
     nodes = Nodes(valid)
     try:
         _check_server(valid, nodes)
+        _check_permissions(valid, nodes)
     except StorageUnusable:
         nodes.close()
         raise
@@ -98,6 +99,37 @@ def _check_server(settings: RedisSettings, nodes: Nodes) -> None:
         raise StorageUnusable(f"{where} is a replica, which may not be written; name the primary in url")
     if info.get("maxmemory_policy") == "allkeys-random":
         _log.warning("%s may evict the record of generations: set maxmemory-policy to allkeys-lru", where)
+
+
+def _check_permissions(settings: RedisSettings, nodes: Nodes) -> None:
+    """Use each command once. Whatever else a server answers, it is no matter of permissions: that it is full, say.
+
+    Raises:
+        StorageMisconfigured: the user may not use one.
+        StorageUnusable: a server cannot be reached now.
+    """
+    from redis.exceptions import NoPermissionError  # noqa: PLC0415 - needs optional packages
+
+    from kvcached.storage.redis.backend import uses_of  # noqa: PLC0415 - the same
+    from kvcached.storage.redis.connections import UNREACHABLE  # noqa: PLC0415 - the same
+
+    commands = uses_of(settings)
+    where = f"redis storage: {settings.server}"
+    try:
+        until_s = time.monotonic() + _TIMEOUT_S
+        for server in nodes.all(until_s):
+            where = f"redis storage: {server.server}"
+            with server.taken(_TIMEOUT_S, until_s) as exchange:
+                exchange.send(commands)
+                replies = [exchange.read() for _ in commands]
+            for (name, *_), reply in zip(commands, replies, strict=True):
+                if isinstance(reply, NoPermissionError):
+                    fix = "give the user all that the line ACL SETUSER in docs/storage.md has, with this prefix"
+                    raise StorageMisconfigured(f"{where} refuses {name.decode()}: {reply}; {fix}")
+    except UNREACHABLE as error:
+        if isinstance(error, StorageUnusable):
+            raise
+        raise StorageUnusable(f"{where}: {error}; start the server, or name another one in url") from error
 
 
 def _fields(info: bytes) -> dict[str, str]:

@@ -80,26 +80,55 @@ def test_user_of_the_documentation_can_do_everything(tmp_path: Path) -> None:
         server.ask(*documented_user())
         with opened(server, "kvcached", username="kvcached", password_file=_password(tmp_path)) as storage:
             assert whole_use(storage)
-        with opened(server, "other", username="kvcached", password_file=_password(tmp_path)) as storage:
+        assert server.ask("KEYS", "*probe*") == []
+        error = refusal(**server.settings("other", username="kvcached", password_file=_password(tmp_path)))
+        assert is_for_good(error)
+        assert "refuses SET" in str(error)
+        with opened(server, "kvcached", username="kvcached", password_file=_password(tmp_path)) as storage:
+            server.ask(*documented_user(), "-set")
             (result,) = storage.put([stored(1)], timeout_s=TIMEOUT_S)
             assert result.outcome is Outcome.FAILED
             assert "docs/storage.md" in result.detail
 
 
 def test_user_of_the_documentation_needs_every_permission(tmp_path: Path) -> None:
-    """Without any one of its permissions something fails, so the ACL has none that is not needed."""
+    """Without any one of its permissions it is refused for good, by name, and something would fail later."""
     command = documented_user()
+    file = _password(tmp_path)
     with running() as server:
         for permission in [each for each in command if each.startswith("+")]:
             server.ask(*[each for each in command if each != permission])
+            error = refusal(**server.settings("kvcached", username="kvcached", password_file=file))
+            assert is_for_good(error), permission
+            assert f"'{permission[1:]}'" in str(error)
+            assert "docs/storage.md" in str(error)
+            if permission == "+info":  # which every opening needs
+                continue
+
+            server.ask(*command)
             server.ask("DEL", "kvcached:record")
-            try:
-                with opened(server, "kvcached", username="kvcached", password_file=_password(tmp_path)) as storage:
-                    works = whole_use(storage)
-            except (RedisError, StorageMisconfigured) as error:
-                assert re.search(r"permissions|NOPERM", str(error))
-                works = False
-            assert not works, permission
+            with opened(server, "kvcached", username="kvcached", password_file=file) as storage:
+                server.ask(*command, f"-{permission[1:]}")
+                try:
+                    assert not whole_use(storage), permission
+                except RedisError as error:
+                    assert re.search(r"permissions|NOPERM", str(error))
+
+
+def test_full_server_is_opened() -> None:
+    """A server that has no memory left, and does not evict, is opened: what it has can be read."""
+    with running("--maxmemory", "1", "--maxmemory-policy", "noeviction") as server, opened(server) as storage:
+        assert put(storage, 1) == [Outcome.FULL]
+        assert storage.write_record(b"record", b"", timeout_s=TIMEOUT_S)
+
+
+def test_probe_leaves_nothing(server: Server) -> None:
+    """Opening writes no key that stays, and spoils none of a record."""
+    with opened(server, "probed") as storage:
+        version = storage.write_record(b"record", b"", timeout_s=TIMEOUT_S)
+        with opened(server, "probed"):
+            assert server.ask("KEYS", "probed:*") == [b"probed:record"]
+        assert storage.read_record(timeout_s=TIMEOUT_S) == (b"record", version)
 
 
 def _password(tmp_path: Path) -> Path:
