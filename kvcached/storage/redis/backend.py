@@ -88,7 +88,7 @@ class RedisStorage(Storage):
         return found
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Read values; a value of another size is absent."""
+        """Read values; a value of another size or type is absent."""
         return self._each(blocks, lambda block: (b"GET", self._name(block.key)), _got, timeout_s)
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
@@ -248,7 +248,7 @@ def uses_of(settings: RedisSettings) -> list[tuple[bytes, ...]]:
 
 def _got(block: Block, reply: Reply) -> Result:
     if isinstance(reply, ResponseError):
-        return _refused(reply)
+        return ABSENT if str(reply).startswith("WRONGTYPE") else _refused(reply)
     if reply is None or len(reply) != block.size_bytes:
         return ABSENT
     value, at = memoryview(reply), 0
@@ -273,8 +273,6 @@ def _refused(error: ResponseError) -> Result:
         return Result(Outcome.FAILED, f"{error}; give the user the permissions in docs/storage.md")
     if isinstance(error, AskError):  # or MovedError, which is one
         return Result(Outcome.FAILED, "another node of the cluster has this slot of keys now; the next call asks which")
-    if str(error).startswith("WRONGTYPE"):
-        return Result(Outcome.FAILED, "another program has a key of this name; delete it, or choose another prefix")
     return Result(Outcome.FAILED, str(error))
 
 

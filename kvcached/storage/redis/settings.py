@@ -12,6 +12,8 @@ from kvcached.config.problems import mistake
 from kvcached.storage.settings import AbsolutePath
 
 _PORT: Final = 6379
+#: No server has more than 2^31 databases.
+_DATABASE_DIGITS_MAX: Final = 9
 _SCHEMES: Final = ("redis", "rediss", "unix")
 
 
@@ -41,7 +43,7 @@ def server_of(url: str) -> Server:
     """
     try:
         parts = urlsplit(url)
-        port = parts.port or _PORT
+        port = _PORT if parts.port is None else parts.port
     except ValueError:
         raise _no_server("is no url", "write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH") from None
     if parts.scheme not in _SCHEMES:
@@ -56,8 +58,10 @@ def server_of(url: str) -> Server:
         return Server("", 0, parts.path, 0, is_encrypted=False)
     if not parts.hostname:
         raise _no_server("names no host", f"write {parts.scheme}://HOST:PORT")
+    if port == 0:
+        raise _no_server("has the port 0, which no server has", f"write {parts.scheme}://HOST:PORT")
     database = parts.path.strip("/") or "0"
-    if not database.isascii() or not database.isdigit():
+    if not database.isascii() or not database.isdigit() or len(database) > _DATABASE_DIGITS_MAX:
         raise _no_server("has a path that is no number of a database", f"write {parts.scheme}://HOST:PORT")
     return Server(parts.hostname, port, "", int(database), is_encrypted=parts.scheme == "rediss")
 
@@ -99,9 +103,15 @@ class RedisSettings(BaseModel):
         description="What all keys begin with. Daemons with the same prefix share blocks.",
     )
     ttl_s: int | None = Field(
-        default=None, ge=1, le=10 * 365 * 86_400, description="Blocks expire this many seconds after being stored."
+        default=None,
+        strict=True,
+        ge=1,
+        le=10 * 365 * 86_400,
+        description="Blocks expire this many seconds after being stored.",
     )
-    threads: int = Field(default=4, ge=1, le=64, description="Concurrent reads and writes, each by its own connection.")
+    threads: int = Field(
+        default=4, strict=True, ge=1, le=64, description="Concurrent reads and writes, each by its own connection."
+    )
 
     @field_validator("username")
     @classmethod

@@ -67,6 +67,19 @@ def test_urls_that_are_none_are_not_repeated(url: str) -> None:
     assert SECRET not in message
 
 
+@pytest.mark.parametrize("url", ["redis://localhost:0", "rediss://localhost:0/1", "redis://localhost/" + "9" * 20])
+def test_numbers_that_no_server_has_are_refused(url: str) -> None:
+    """The port 0, and a database that no server has, are mistakes of the configuration."""
+    assert refusal(url=url).startswith("redis storage: url: has ")
+
+
+@pytest.mark.parametrize("name", ["threads", "ttl_s"])
+@pytest.mark.parametrize("value", [True, "1", 1.0])
+def test_numbers_are_numbers(name: str, value: object) -> None:
+    """A truth value, a text or a number with a point is no count."""
+    assert f"storage: {name}: " in refusal(**{"url": "redis://localhost", name: value})
+
+
 @pytest.mark.parametrize(
     ("url", "server"),
     [
