@@ -110,13 +110,9 @@ class Node:
 
     def __init__(self, shelf: FakeShelf, loop: VirtualTimeLoop, first: int, generations: Any = None) -> None:
         self.shelf, self.loop = shelf, loop
-        self.office = OffloadOffice(generation=first)
         root = root_of(first, "")  # of the replica: each daemon begins it anew
-        in_use = self.office.cache.generations._in_use
-        Generations.__init__(
-            self.office.cache.generations, first + 1, {**(generations or {}), root: Edition(first)}, [root]
-        )
-        self.office.cache.generations.spare(in_use)
+        known = {**(generations or {}), root: Edition(first)}
+        self.office = OffloadOffice(generation=first, generations=Generations(first + 1, known, [root]))
         self.exchange = RecordExchange()
         self.link = FakeLink(shelf, self.exchange, loop)
         self.exchange.use(self.link)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvcached.core.cache import Cache
+from kvcached.core.generations import Generations
 from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.states import SlotState
@@ -178,6 +179,7 @@ class Office:
         known_blocks_min: int = wire.KNOWN_BLOCKS_MIN,
         has_canonical_storage: bool = False,
         generation: int = 0,
+        generations: Generations | None = None,
     ) -> None:
         names = names or ("a",)
         namespace = root_of(generation, "") if generation else b"n" * 32
@@ -192,6 +194,7 @@ class Office:
             session_ttl_ms=1000,
             host_slabs=host_slabs,
             namespaces_max=spaces,
+            generations=generations,
         )
         replicas = [
             Replica(

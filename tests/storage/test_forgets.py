@@ -33,6 +33,7 @@ def test_prefix_that_is_due_is_requested_once_however_often_storage_opens(rig: R
     rig.process.answer(rig.process.forgets()[0])
 
     assert (told, list(rig.link.due), rig.link.state) == ([0], [], LinkState.READY)
+    assert rig.process.forgets() == []
     take_in()
     assert len(rig.process.forgets()) == 1
 

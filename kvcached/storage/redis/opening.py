@@ -92,7 +92,7 @@ def _check_server(settings: RedisSettings, nodes: Nodes) -> None:
     except (RedisError, OSError) as error:
         if "DB index" in str(error):
             raise StorageMisconfigured(f"{where}: {error}; name a database that it has in url") from error
-        raise StorageUnusable(f"{where}: {error}; start the server, or name another one in url") from error
+        raise StorageUnusable(f"{where}: {_said(error)}; start the server, or name another one in url") from error
     if int(info.get("redis_version", "").partition(".")[0] or _VERSION_MIN) < _VERSION_MIN:
         raise StorageMisconfigured(f"{where} is too old; use Valkey, or Redis {_VERSION_MIN} or newer")
     if info.get("role") == "slave" and not is_cluster:
@@ -129,10 +129,15 @@ def _check_permissions(settings: RedisSettings, nodes: Nodes) -> None:
     except UNREACHABLE as error:
         if isinstance(error, StorageUnusable):
             raise
-        raise StorageUnusable(f"{where}: {error}; start the server, or name another one in url") from error
+        raise StorageUnusable(f"{where}: {_said(error)}; start the server, or name another one in url") from error
 
 
 def _fields(info: bytes) -> dict[str, str]:
     from kvcached.storage.redis.fullness import fields_of  # noqa: PLC0415 - needs optional packages
 
     return fields_of(info)
+
+
+def _said(error: Exception) -> str:
+    """What a library says, as a part of a sentence."""
+    return str(error).rstrip(".")
