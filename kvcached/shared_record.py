@@ -74,7 +74,6 @@ class SharedRecord:
             self._recorder.withdraw()
             go_on()
             return
-        self.expect()
         self._exchange.read(b"", partial(self._opened, self._link.lives, go_on))
 
     def write(self, record: Record, done: Callable[[str], None]) -> None:

@@ -66,7 +66,7 @@ class Recorder:
         self._writer, self._layout, self._is_shared, self.why = writer, layout, is_shared, _NOT_OPEN
 
     def withdraw(self) -> None:
-        """Storage keeps no record: nothing of what it has outlives this daemon and its successors."""
+        """Storage turns out to keep no record: no clear waits for one."""
         self._writer, self.why = None, ""
         self.settled()
 

@@ -34,6 +34,7 @@ class FakeShelf:
         is_away: every call fails.
         fails_after: calls that write and then fail, as where the reply is lost.
         has_blocks: what it says of its blocks.
+        history: all records that were written.
     """
 
     def __init__(self) -> None:

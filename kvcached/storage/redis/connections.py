@@ -124,21 +124,18 @@ class Connections:
         self.is_away = False
 
     @contextmanager
-    def taken(
-        self, timeout_s: float, until_s: float | None = None, *, sends_little: bool = False
-    ) -> Iterator[Exchange]:
+    def taken(self, timeout_s: float, until_s: float | None = None) -> Iterator[Exchange]:
         """A connection for one thread.
 
         Args:
             timeout_s: how long all of it may take.
             until_s: when it has to end, if it is a part of a call that has begun.
-            sends_little: it can use a connection that another call has made, whose time to send is another one.
 
         Raises:
             RedisError, OSError, StorageUnusable: the server cannot be reached, does not answer, or lets nobody in.
         """
         until_s = time.monotonic() + timeout_s if until_s is None else until_s
-        connection = self._alive(None if sends_little else timeout_s) or self._new(timeout_s)
+        connection = self._alive() or self._new(timeout_s)
         exchange = Exchange(connection, until_s, *[_TLS_RECORD_BYTES] * self.server.is_encrypted)
         try:
             exchange.left_s()  # a part of a call whose time is up does not begin to connect
@@ -159,14 +156,14 @@ class Connections:
         while self._idle:
             self._idle.pop().disconnect()
 
-    def _alive(self, timeout_s: float | None) -> _Connection | None:
+    def _alive(self) -> _Connection | None:
         """A connection that the server has not closed meanwhile; None if there is none."""
         while self._idle:
             try:
                 connection = self._idle.pop()
             except IndexError:  # another thread took it
                 return None
-            if timeout_s in {None, connection.socket_timeout} and _is_quiet(connection):
+            if _is_quiet(connection):
                 return connection
             connection.disconnect()
         return None

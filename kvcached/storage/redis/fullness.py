@@ -117,7 +117,7 @@ class Fullness:
         # TOUCH counts as a use: a server that evicts what was not used for long then keeps the record.
         asked = (b"INFO", b"server", b"memory", b"persistence")
         commands = [asked, (b"DBSIZE",), (b"TOUCH", self._record)][: 3 if is_owner else 2]
-        with server.taken(_TIMEOUT_S, until_s, sends_little=True) as exchange:
+        with server.taken(_TIMEOUT_S, until_s) as exchange:
             exchange.send(commands)
             info, keys, *records = [exchange.read() for _ in commands]
         fields, has_record = fields_of(accepted(info)), sum(map(accepted, records))

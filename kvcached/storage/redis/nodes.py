@@ -104,7 +104,7 @@ class Nodes:
         for asked in (self.first, *self._known.values()):
             try:
                 left_s = max(until_s - time.monotonic(), _ASKED_S_MIN)
-                with asked.taken(left_s / 2, sends_little=True) as exchange:
+                with asked.taken(left_s / 2) as exchange:
                     ranges = exchange.ask(b"CLUSTER", b"SLOTS")
             except UNREACHABLE as error:
                 failure = error
