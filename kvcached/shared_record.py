@@ -62,6 +62,11 @@ class SharedRecord:
         self._elsewhere: set[bytes] = set()  #: prefixes that another daemon has forgotten, and this one not yet
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._seen_s: float | None = None  #: when the record was last known to be that of the service
+
+    def age_ms(self) -> int:
+        """How long ago the service's record was seen: others may have cleared since. -1 = it is shared with nobody."""
+        return -1 if self._seen_s is None else int((self._loop.time() - self._seen_s) * 1000)
 
     def expect(self) -> None:
         """Storage may turn out to be shared: no clear is answered before it is recorded there."""
@@ -113,6 +118,7 @@ class SharedRecord:
         if done.failed:
             return
         if done.version == self._version and not done.count:
+            self._seen_s = self._loop.time()
             self._recorder.again()  # if the last write has failed
         elif self._follow(done, data, self._recorder.found):
             self._recorder.open()  # what this daemon knows and the record lacks is written
@@ -121,7 +127,7 @@ class SharedRecord:
         if end.failed:
             done(end.error)
         elif end.written:
-            self._version, self._record = end.version, record
+            self._version, self._record, self._seen_s = end.version, record, self._loop.time()
             done("")
         elif self._follow(end, data, self._recorder.found):
             self._recorder.overtaken()
@@ -131,7 +137,7 @@ class SharedRecord:
     def _follow(self, done: Done, data: bytes, take_in: Callable[[Record], None]) -> bool:
         """Clear what the record that is there says, which is of a version of its own; False if it cannot be read."""
         if not done.version:
-            self._version, self._record = b"", Record()
+            self._version, self._record, self._seen_s = b"", Record(), self._loop.time()
             if self._link.usage[0]:  # what other daemons have cleared is not known, and blocks may be there
                 self._service.clears.lose_record(is_shared=True)
             else:
@@ -146,6 +152,7 @@ class SharedRecord:
             # It was lost, and another daemon, which did not know it, has begun a new one.
             self._service.clears.lose_record(is_shared=True)
         before, self._version, self._record = self._record, done.version, record
+        self._seen_s = self._loop.time()
         self._service.clears.follow(record.by_root(), is_shared=True)
         self._service.state_writer.forget_editions(before.by_root().keys() - record.by_root().keys())
         take_in(record)

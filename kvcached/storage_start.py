@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -92,9 +93,10 @@ async def start_storage(
         service.on_event,
     )
     parts.push_async_callback(link.detach, STOP_DEADLINE_S)
-    service.storage.storage = StorageService(
+    known = StorageService(
         link, storage.backend, storage.backup, storage.prefetch_timeout_ms, storage.prefetch_timeout_us_per_token
     )
+    service.storage.storage = known
     exchange.use(link)
     if storage.backend == DISK:
         writer = None if storage.record_path is None else RecordFile(storage.record_path)
@@ -104,6 +106,7 @@ async def start_storage(
         shared = SharedRecord(service, link, exchange, storage.layout, partial(_take_in, service, link))
         parts.callback(shared.close)
         keep_record(service, link, record, None, storage.layout)
+        service.storage.storage = replace(known, record_age_ms=shared.age_ms)
         shared.expect()
         link.before_ready = shared.begin
     link.attach()

@@ -226,6 +226,10 @@ def _text(report: StorageReport) -> str:
     lines = [f"{report.backend}: {report.state}; backup: {report.backup}"]
     if filled := _filled(report):
         lines.append(filled)
+    if report.record_age_ms >= 0:
+        lines.append(
+            f"shared with other machines: what they clear was last followed {report.record_age_ms // 1000} s ago"
+        )
     if report.counters:
         lines.append(", ".join(f"{name} {count}" for name, count in sorted(report.counters.items())))
     if report.state == "read_only":

@@ -294,6 +294,12 @@ def _storage(snapshot: Snapshot) -> Iterator[Metric]:
     yield known("storage_capacity_bytes", "Bytes that storage may use.", storage.capacity_bytes)
     due = storage.counters.get("forgets_due", 0)
     yield known("storage_forgets_due", "Cleared namespaces whose blocks storage has not deleted yet.", due)
+    ages = [((), storage.record_age_ms / 1000)] if storage.record_age_ms >= 0 else []
+    meaning = (
+        "Seconds since the record of generations was seen that several machines share: what others have cleared since"
+        " then is not cleared here. No sample where storage is not shared."
+    )
+    yield _gauge("storage_record_age_seconds", meaning, ages)
     restarts = CounterMetricFamily("kvcached_storage_restarts", "How often the storage process was restarted.")
     if is_there:
         restarts.add_metric((), storage.restarts)

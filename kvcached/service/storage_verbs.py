@@ -35,6 +35,8 @@ STOP_DEADLINE_S: Final = 5.0
 STORE_PATIENCE_MS: Final = 1000
 #: What people are told of storage that is ready, but has taken none of the last blocks.
 READ_ONLY: Final = "read_only"
+#: A record that several machines share is late when it was last seen so long ago: it is looked at every few seconds.
+RECORD_LATE_MS: Final = 30_000
 
 _log: Final = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class StorageService:
         backend: its name.
         backup: which blocks are written.
         timeout_ms, timeout_us_per_token: how long a prefetch with a timeout is waited for.
+        record_age_ms: how long ago the record of generations was seen that several machines share; -1 = there is none.
     """
 
     link: Link
@@ -91,6 +94,7 @@ class StorageService:
     backup: str
     timeout_ms: int
     timeout_us_per_token: int
+    record_age_ms: Callable[[], int] = lambda: -1
 
 
 class StorageVerbs:
@@ -162,16 +166,16 @@ class StorageVerbs:
 
     def health(self) -> list[wire.HealthPart]:
         """Whether storage works, if there is any and nobody has taken it off."""
-        link = None if self.storage is None else self.storage.link
-        if link is None or link.state is LinkState.DETACHED:
+        if self.storage is None or (link := self.storage.link).state is LinkState.DETACHED:
             return []
+        troubles = []
         if link.state is not LinkState.READY:
-            detail = f"{link.state}: {link.why or 'it starts'}; hits from memory go on"
+            troubles.append(f"{link.state}: {link.why or 'it starts'}; hits from memory go on")
         elif link.write_refusal:
-            detail = f"it takes no blocks: {link.write_refusal}; hits go on"
-        else:
-            return [wire.HealthPart(part="storage", ok=True, detail="")]
-        return [wire.HealthPart(part="storage", ok=False, detail=detail)]
+            troubles.append(f"it takes no blocks: {link.write_refusal}; hits go on")
+        if (age_ms := self.storage.record_age_ms()) > RECORD_LATE_MS:
+            troubles.append(f"what other machines have cleared for {age_ms // 1000} s is not cleared here")
+        return [wire.HealthPart(part="storage", ok=not troubles, detail="; ".join(troubles))]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -264,6 +268,7 @@ def _report(number: int, storage: StorageService | None) -> wire.StorageReport:
         size_bytes=size_bytes,
         capacity_bytes=capacity_bytes,
         counters={**storage.link.counters, "forgets_due": len(storage.link.due)},
+        record_age_ms=storage.record_age_ms(),
     )
 
 

@@ -191,6 +191,7 @@ class StorageReport(Header, frozen=True, kw_only=True, tag="storage_report"):
     size_bytes: int
     capacity_bytes: int
     counters: dict[str, int]
+    record_age_ms: int = -1  #: how long ago the record was seen that several machines share; -1 = there is none
 
 
 class LogLevelSet(Header, frozen=True, kw_only=True, tag="log_level_set"):

@@ -89,3 +89,16 @@ def test_storage_that_does_not_work_raises_an_alert(trouble: str, scrape_s: floa
 def test_storage_that_works_raises_none(case: str) -> None:
     """A start, a short failure, and storage that an administrator has detached are no alert."""
     assert fires_at_s(rule_of("KvcachedStorageDown"), storage_samples(WELL[case](), 15.0), HOUR_S) is None
+
+
+@pytest.mark.parametrize(("away_s", "fires"), [(60.0, False), (600.0, True)])
+def test_clears_that_are_not_followed_are_told(away_s: float, fires: bool) -> None:
+    """A record that nobody can read for minutes fires; a service that restarts within a minute does not."""
+    samples, scrape_s, began_s = Samples(), 15.0, 1000.0
+    for number in range(int(HOUR_S / scrape_s)):
+        at_s = number * scrape_s
+        is_away = began_s <= at_s < began_s + away_s
+        age_s = at_s - began_s if is_away else at_s % 5
+        samples.add("kvcached_storage_record_age_seconds", at_s, age_s, {"instance": "node"})
+
+    assert (fires_at_s(rule_of("KvcachedClearsNotFollowed"), samples, HOUR_S) is not None) == fires

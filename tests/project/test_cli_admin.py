@@ -161,6 +161,16 @@ def test_cli_storage_leaves_out_what_the_backend_does_not_know(
     assert "-1" not in printed
 
 
+def test_cli_storage_says_when_clears_of_others_were_followed(admin: FakeAdmin) -> None:
+    """Of storage that several machines share."""
+    admin.reply = StorageReport(
+        id=1, backend="redis", state="detached", why="", backup="every", restarts=0,
+        blocks=-1, size_bytes=-1, capacity_bytes=-1, counters={}, record_age_ms=61_000,
+    )  # fmt: skip
+
+    assert "what they clear was last followed 61 s ago" in run("storage").stdout
+
+
 def test_cli_set_weights_says_why_it_was_refused(admin: FakeAdmin) -> None:
     """A refusal is on stderr with what to do, and the exit code is 1: the same command again may work."""
     admin.reply = DaemonFailure(ErrorCode.CLEARING, "the namespace is being cleared", "try again in a moment")

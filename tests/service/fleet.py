@@ -119,10 +119,10 @@ class Node:
         self.exchange.use(self.link)
         service: Any = self.office.service
         link: Any = self.link
-        service.storage.storage = StorageService(link, "redis", "every", 1, 1)
         self.shared = SharedRecord(
             service, link, self.exchange, "engine", lambda record: _take_in(service, link, record)
         )
+        service.storage.storage = StorageService(link, "redis", "every", 1, 1, self.shared.age_ms)
         keep_record(service, link, None, None, "engine")
         self.shared.expect()
         self.welcome: wire.WelcomeOffload | None = None

@@ -293,12 +293,14 @@ def test_service_that_is_away_is_followed_when_it_is_back(fleet: Fleet) -> None:
     fleet.shelf.is_away = True
     fleet.settle()
     assert second.office.hit(3) == 3
+    assert second.shared.age_ms() > 4 * FOLLOW_INTERVAL_S * 1000
     fleet.shelf.is_away = False
     first.clear()
     fleet.settle()
 
     assert second.office.hit(3) == 0
     assert len(fleet.generations()) == 1
+    assert 0 <= second.shared.age_ms() <= FOLLOW_INTERVAL_S * 1000
 
 
 @pytest.mark.parametrize("misses", [False, True], ids=["a clear that it knew", "a clear that it missed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pytest
@@ -20,7 +20,7 @@ from kvcached.core.messages import (
     StorageReady,
 )
 from kvcached.service.pending import WAITING_MAX, Answer, Wait
-from kvcached.service.storage_verbs import StorageService
+from kvcached.service.storage_verbs import RECORD_LATE_MS, StorageService
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import Done
 from kvcached_client.errors import ErrorCode
@@ -336,3 +336,16 @@ def test_health_names_storage_that_does_not_work(office: StorageOffice) -> None:
     office.link.state = LinkState.DETACHED
 
     assert office.service.storage.health() == []
+
+
+def test_health_names_a_record_that_is_not_followed(office: StorageOffice) -> None:
+    """Storage may work and its record not: what other machines clear is then served from memory here."""
+    age_ms = 0
+    known = office.service.storage.storage
+    assert known is not None
+    office.service.storage.storage = replace(known, record_age_ms=lambda: age_ms)
+    for age_ms, is_well in ((RECORD_LATE_MS, True), (RECORD_LATE_MS + 1, False), (-1, True)):
+        (part,) = office.service.storage.health()
+        assert part.ok == is_well, age_ms
+        assert ("for 30 s is not cleared here" in part.detail) != is_well
+        assert report(office.control("status")).record_age_ms == age_ms
