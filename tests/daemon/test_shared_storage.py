@@ -105,7 +105,7 @@ def test_clear_on_one_machine_reaches_memory_and_storage_of_all(tmp_path: Path, 
         assert two.found("a") == BLOCKS
         with Admin.connect(one.daemon.run_dir, deadline_ms=10_000) as admin:
             assert admin.clear("tiny").blocks == BLOCKS
-        until(lambda: two.engine.load("a", BLOCKS) == 0)
+        until(lambda: two.engine.scheduler.hit("a", BLOCKS) == 0)
         assert (two.found("a"), one.found("a")) == (0, 0)
         two.store("a")
         assert one.found("a") == BLOCKS
@@ -159,7 +159,7 @@ def test_service_that_hangs_costs_hits_only(tmp_path: Path, server: Server) -> N
                 admin.clear("tiny")
             assert one.engine.load("a", BLOCKS) == 0
             assert two.engine.load("a", BLOCKS) == BLOCKS
-        until(lambda: two.engine.load("a", BLOCKS) == 0)
+        until(lambda: two.engine.scheduler.hit("a", BLOCKS) == 0)
         assert (one.found("a"), two.found("a")) == (0, 0)
 
 
