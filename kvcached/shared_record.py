@@ -136,6 +136,9 @@ class SharedRecord:
 
     def _follow(self, done: Done, data: bytes, take_in: Callable[[Record], None]) -> bool:
         """Clear what the record that is there says, which is of a version of its own; False if it cannot be read."""
+        if done.error:
+            self._link.refuse(f"the record of generations cannot be followed: {done.error}")
+            return False
         if not done.version:
             self._version, self._record, self._seen_s = b"", Record(), self._loop.time()
             if self._link.usage[0]:  # what other daemons have cleared is not known, and blocks may be there

@@ -181,6 +181,7 @@ def _process_config(storage: StorageConfig) -> ProcessConfig:
     return ProcessConfig(
         backend=storage.backend,
         settings=storage.settings,
+        local_disk=storage.local_disk,
         key_file="" if storage.key_file is None else str(storage.key_file),
         timeout_s=storage.timeout_ms / 1000,
     )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel, ByteSize, ValidationError
 
-from kvcached.config.problems import ConfigError, Location, Problem, problems_of
+from kvcached.config.problems import ConfigError, Location, Places, Problem, problems_of
 from kvcached.config.schema import Config
 from kvcached.process.user_names import UnknownUser, resolve
 from kvcached.recovery.run_dir import is_claimed
@@ -32,6 +32,7 @@ from kvcached_client.protocol.key_files import read_key_file
 
 _STORAGE: Final = "storage"
 _SETTINGS: Final[Location] = (_STORAGE, "settings")
+_LOCAL_DISK: Final[Location] = (_STORAGE, "local_disk")
 #: Settings of backends of this distribution that are all there is to look at: a service is not asked here.
 _SCHEMAS: Final[dict[str, type[BaseModel]]] = {"redis": RedisSettings, "s3": S3Settings}
 #: What the extra `metrics` brings.
@@ -112,9 +113,14 @@ def _storage(config: Config, *, is_restart: bool) -> Iterator[Problem]:
         fix = "name one of these, or install the package that brings it"
         yield places.problem((_STORAGE, "backend"), storage.backend, what, fix)
     elif storage.backend == DISK:
-        yield from _disk(config, is_restart=is_restart)
+        yield from _disk(places, storage.settings, _SETTINGS, is_restart=is_restart)
     elif (schema := _SCHEMAS.get(storage.backend)) is not None:
         yield from _mistakes(config, schema)
+    if storage.local_disk is not None and storage.backend == DISK:
+        fix = "remove [storage.local_disk], or name another backend"
+        yield places.problem((_STORAGE, "backend"), DISK, "has no use for a disk in front of it", fix)
+    elif storage.local_disk is not None:
+        yield from _disk(places, storage.local_disk, _LOCAL_DISK, is_restart=is_restart)
     if storage.key_file is not None and not is_restart:
         yield from _key_file(config, storage.key_file)
 
@@ -126,28 +132,27 @@ def _mistakes(config: Config, schema: type[BaseModel]) -> Iterator[Problem]:
         yield from problems_of(error, schema, config.places, _SETTINGS)
 
 
-def _disk(config: Config, *, is_restart: bool) -> Iterator[Problem]:
-    places, storage = config.places, config.storage
+def _disk(places: Places, table: Mapping[str, Any], at: Location, *, is_restart: bool) -> Iterator[Problem]:
     try:
-        settings = DiskSettings.model_validate({} if storage is None else storage.settings)
+        settings = DiskSettings.model_validate(table)
     except ValidationError as error:
-        yield from problems_of(error, DiskSettings, places, _SETTINGS)
+        yield from problems_of(error, DiskSettings, places, at)
         return
     if is_restart:
         return
     if (refused := refusal(settings.directory)) is not None:
-        yield places.problem((*_SETTINGS, "directory"), str(settings.directory), *refused)
+        yield places.problem((*at, "directory"), str(settings.directory), *refused)
         return
     system = os.statvfs(existing_part(settings.directory))
     disk_bytes, floor_bytes = system.f_frsize * system.f_blocks, settings.free_space_floor_bytes
     if settings.capacity_bytes > disk_bytes:
         what = f"is more than the whole file system of {settings.directory} has ({_size(disk_bytes)})"
-        yield places.problem((*_SETTINGS, "capacity_bytes"), settings.capacity_bytes, what, "use a smaller capacity")
+        yield places.problem((*at, "capacity_bytes"), settings.capacity_bytes, what, "use a smaller capacity")
     # Where floor and capacity together are too much, blocks are evicted sooner. This is about none being stored, ever.
     elif floor_bytes + CAPACITY_BYTES_MIN > disk_bytes:
         what = f"leaves no room on the whole file system of {settings.directory} ({_size(disk_bytes)})"
         fix = "use a smaller floor, or a directory on a larger file system"
-        yield places.problem((*_SETTINGS, "free_space_floor_bytes"), floor_bytes, what, fix)
+        yield places.problem((*at, "free_space_floor_bytes"), floor_bytes, what, fix)
 
 
 def _key_file(config: Config, path: Path) -> Iterator[Problem]:

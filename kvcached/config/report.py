@@ -142,8 +142,10 @@ def effective(config: Config) -> dict[str, object]:
 def as_toml(config: Config) -> str:
     """The effective configuration as a file that loads to the same one. A relative `model_config` stays relative."""
     values = effective(config)
-    if config.storage is not None:  # in JSON, a backend's dates would be text, and infinity nothing
-        values["storage"] = {**cast("dict[str, object]", values["storage"]), "settings": config.storage.settings}
+    if (storage := config.storage) is not None:  # in JSON, a backend's dates would be text, and infinity nothing
+        raw = {"settings": storage.settings, "local_disk": storage.local_disk}
+        plain = cast("dict[str, object]", values["storage"])
+        values["storage"] = {**plain, **{name: table for name, table in raw.items() if table is not None}}
     return "\n".join(_table(values, "")) + "\n"
 
 

@@ -260,6 +260,11 @@ class StorageConfig(Table):
         default_factory=dict,
         description="The backend's own table; for disk: directory, capacity_bytes and others, see docs/storage.md.",
     )
+    local_disk: dict[str, Any] | None = Field(
+        default=None,
+        description="A disk of this machine in front of another backend, with the settings of the disk backend: blocks"
+        " are written to both, and read from the disk if it has them.",
+    )
 
     @property
     def is_shared(self) -> bool:

@@ -9,6 +9,7 @@ backend.
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import StrEnum
@@ -22,6 +23,7 @@ GROUP: Final = "kvcached.storage"
 #: The backend of which one daemon has a directory. Of others, a daemon learns whether they are shared when they open.
 DISK: Final = "disk"
 
+_PAGE: Final = 4096
 #: A key is a digest of everything that makes blocks interchangeable, followed by the block's own key.
 PREFIX_BYTES: Final = 16
 #: Of the record of generations in a shared backend.
@@ -73,6 +75,15 @@ class Block(NamedTuple):
     def size_bytes(self) -> int:
         """Of the value."""
         return sum(part.nbytes for part in self.parts)
+
+
+def memory_for(sizes: Sequence[int]) -> list[memoryview]:
+    """New memory for the parts of a value, of these sizes: each begins on a page."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _PAGE) * _PAGE)
+    memory = memoryview(mmap.mmap(-1, max(starts[-1], 1)))
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 class Capabilities(NamedTuple):
@@ -129,6 +140,10 @@ class Storage(ABC):
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Whether there is a value for each key. This is a hint: the value may be gone when it is read."""
 
+    def missing(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """Whether a `put` of each key would add something. By default, where there is no value."""
+        return [not is_there for is_there in self.exists(keys, timeout_s=timeout_s)]
+
     @abstractmethod
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read values into the parts. After any outcome but DONE, the parts may hold any bytes."""
@@ -157,6 +172,7 @@ class Storage(ABC):
         """The record of generations; None if there is none. Only of shared backends.
 
         Raises:
+            StorageUnusable: what is there is no record for this daemon, which then must not use storage.
             Exception: it cannot be told whether there is one.
         """
         raise NotImplementedError

@@ -300,22 +300,22 @@ class StorageLink:
             self._forgets.send_due()
 
     def _judge(self, reply: Done, request: Request) -> None:
+        of_record = isinstance(request, ReadRecord | WriteRecord)
+        if of_record and not reply.failed:  # says nothing of blocks, and is sent in any case
+            return
         if not reply.failed:
-            if isinstance(request, ReadRecord | WriteRecord):  # says nothing of blocks, and is sent in any case
-                return
             self._failures = 0
             if self.state is LinkState.SUSPENDED and not self._is_late():
                 self._resume()
-            if self._is_on_trial and not isinstance(
-                request, Ping
-            ):  # a probe only reads, and what failed may have been a write
+            if self._is_on_trial and not isinstance(request, Ping):  # which only reads: a write may have failed
                 self._is_on_trial = False
                 self._back_off.reset()
             return
         self.counters["failures"] += 1
-        self._failures += 1
         self.why = reply.error
         _log.warning("storage %s failed: %s", self._config.backend, reply.error)
+        if not (of_record and self._config.local_disk is not None):  # the disk works without the service
+            self._failures += 1
         if self._failures >= BREAKER_FAILURES or self.state is LinkState.SUSPENDED:
             self._suspend(f"{self._failures} failures in a row, the last one: {reply.error}")
 

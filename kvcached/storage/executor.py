@@ -168,9 +168,9 @@ class HostCopies:
         done = written = 0
         for some in _batches(slots, self._at_once(request.format), progress):
             keys = [stored.prefix() + slot.name.key for slot in some]
-            there = self._backend.exists(keys, timeout_s=self._timeout_s)
+            lacks = self._backend.missing(keys, timeout_s=self._timeout_s)
             progress()
-            missing = [slot for slot, is_there in zip(some, there, strict=True) if not is_there]
+            missing = [slot for slot, is_missing in zip(some, lacks, strict=True) if is_missing]
             put, failure = self._put(request.format, stored, missing)
             written += put
             if failure is not None:

@@ -21,7 +21,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from kvcached.process.seqpacket import wait_packet
-from kvcached.storage.backend import Storage, StorageMisconfigured, StorageUnusable, open_backend
+from kvcached.storage.backend import DISK, Storage, StorageMisconfigured, StorageUnusable, open_backend
 from kvcached.storage.encryption.backend import EncryptedStorage, read_secret
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import (
@@ -41,6 +41,7 @@ from kvcached.storage.messages import (
     encode,
 )
 from kvcached.storage.shared_records import SharedRecords
+from kvcached.storage.tiers.backend import TieredStorage
 from kvcached_client.blocks.mapping import map_sealed
 from kvcached_client.errors import KvcachedError
 
@@ -81,12 +82,14 @@ def _map(descriptor: int) -> memoryview:
 
 
 def _open(config: StorageConfig) -> Storage:
-    """Open the backend, behind encryption if there is a key.
+    """Open the backend, behind a local disk if one is configured, and behind encryption if there is a key.
 
     Raises:
-        StorageUnusable: the backend or the key cannot be used.
+        StorageUnusable: the backend, the disk or the key cannot be used.
     """
     backend = open_backend(config.backend, config.settings)
+    if config.local_disk is not None:
+        backend = TieredStorage(open_backend(DISK, config.local_disk), backend, config.backend)
     if config.key_file:
         backend = EncryptedStorage(backend, read_secret(Path(config.key_file)))
     return backend

@@ -42,12 +42,14 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Attributes:
         backend: name of the backend.
         settings: its own, as the configuration has them.
+        local_disk: settings of the disk in front of it; None = there is none.
         key_file: path of the key that encrypts; empty = none.
         timeout_s: when a call of the backend has taken too long.
     """
 
     backend: str
     settings: dict[str, Any]
+    local_disk: dict[str, Any] | None = None
     key_file: str
     timeout_s: float
 
@@ -177,7 +179,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             of `Forget`, blocks forgotten; of a record, its bytes in the memory, 0 where it is of the known version,
             was written, or is not there.
         written: of a backup: blocks that were not there before; of `WriteRecord`, 1 if the record was replaced.
-        version: of the record that is there now; empty if there is none.
+        version: of the record that is there now; empty if there is none, or it is none of ours, as the error says.
         wrong: of a fetch: blocks whose bytes were not those that were stored.
         failed: the backend failed, as opposed to not having something; the error says how.
         took_us: how long it took, from when it was begun.

@@ -101,6 +101,23 @@ def test_settings_of_a_bucket_are_refused_with_their_lines(tmp_path: Path, monke
     assert problems(tmp_path, text.format("blocks") + "allow_http = true\n") == []
 
 
+def test_settings_of_a_local_disk_are_refused_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the disk; and in front of a disk there is no use for one."""
+    found = EntryPoints([EntryPoint(name, "somewhere:else", GROUP) for name in ("disk", "other")])
+    monkeypatch.setattr(config_machine, "entry_points", lambda group: found)
+    text = HOST + '\n[storage]\nbackend = "{}"\n[storage.local_disk]\ndirectory = "{}"\ncapacity_bytes = "64MiB"\n'
+    text += "free_space_floor_bytes = 0\n"
+
+    assert problems(tmp_path, text.format("other", tmp_path / "disk")) == []
+    (refused,) = problems(tmp_path, text.format("other", "disk"))
+    assert refused.startswith('kvcached.toml:10: storage.local_disk.directory = "disk": is no absolute path; ')
+    *_, refused = problems(tmp_path, text.format("disk", tmp_path / "disk"))
+    assert refused == (
+        'kvcached.toml:8: storage.backend = "disk": has no use for a disk in front of it; '
+        "remove [storage.local_disk], or name another backend"
+    )
+
+
 def test_storage_that_can_be_opened_is_not_refused(tmp_path: Path) -> None:
     """A directory that can be made, or that a daemon has made, is in order, and looking at it makes nothing."""
     assert problems(tmp_path, STORAGE) == []

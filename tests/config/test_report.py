@@ -36,9 +36,11 @@ tables = [{a = 1}, {b = {c = "x"}}]
 mixed = [1, {a = 1}, [true, "\u007f"], {}]
 begins_with_a_table = [{a = 1}, 2]
 """
-    config = load(tmp_path, f'{HOST}[storage]\nbackend = "mine"\n[storage.settings]{settings}')
+    disk = '\n[storage.local_disk]\ndirectory = "/d"\ncapacity_bytes = "1GiB"\n'
+    config = load(tmp_path, f'{HOST}[storage]\nbackend = "mine"\n[storage.settings]{settings}{disk}')
     assert config.storage is not None
     assert len(config.storage.settings) == 16
+    assert config.storage.local_disk == {"directory": "/d", "capacity_bytes": "1GiB"}
 
     assert load(tmp_path, as_toml(config)) == config
 

@@ -286,6 +286,24 @@ def test_record_that_cannot_be_followed_is_left_alone(fleet: Fleet, content: byt
         raise AssertionError(node.link.refusals[0])
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_record_that_becomes_another_keys_ends_storage(fleet: Fleet, *, writes: bool) -> None:
+    """A daemon cannot follow the clears in it, so it uses storage no more, whether it only looks or has to write."""
+    first, second = fleet.pair()
+    second.office.store_blocks(second.engine(), 3)
+    fleet.loop.pass_s(1)  # the second one does not look at once
+    first.clear()
+    fleet.loop.pass_s(0.1)
+    fleet.shelf.is_foreign = True
+    answers = second.clear() if writes else []
+    fleet.loop.pass_s(1 if writes else FOLLOW_INTERVAL_S + 1)
+    fleet.tick()
+
+    assert second.link.state is not LinkState.READY
+    assert "cannot be followed: it is not encrypted with this key" in second.link.refusals[0]
+    assert not any(isinstance(answer, wire.NamespaceCleared) for answer in answers)
+
+
 def test_service_that_is_away_is_followed_when_it_is_back(fleet: Fleet) -> None:
     """What others have cleared meanwhile is cleared at the first look."""
     first, second = fleet.pair()

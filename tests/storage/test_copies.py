@@ -80,10 +80,10 @@ class Shelf(Storage):
 class Rig:
     """A host pool, a shelf, and copies between the two."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend_for: Callable[[Shelf], Storage] = lambda shelf: shelf) -> None:
         self.memory = memoryview(mmap.mmap(-1, GEOMETRY.size_bytes))
         self.shelf = Shelf()
-        self.copies = HostCopies(self.memory, self.shelf, timeout_s=1.0)
+        self.copies = HostCopies(self.memory, backend_for(self.shelf), timeout_s=1.0)
 
     def part(self, slot: int, shard: int) -> memoryview:
         at = GEOMETRY.block_offset(slot, shard)

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcached.core.messages import (
@@ -269,6 +270,19 @@ def test_record_that_can_be_read_proves_nothing_of_blocks(rig: Rig) -> None:
     rig.process.answer(look)
 
     assert rig.state() is LinkState.READY
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_record_that_cannot_be_read_suspends_storage_without_a_local_disk(rig: Rig, *, has_disk: bool) -> None:
+    """Nobody has to wait for a service that is known to be away; a disk in front of it goes on."""
+    rig.link._config = msgspec.structs.replace(rig.link._config, local_disk={} if has_disk else None)
+    for _ in range(BREAKER_FAILURES):
+        assert rig.link.ask(lambda number: ReadRecord(sequence=number, known=b""), lambda _: None)
+        rig.process.answer(rig.process.orders[-1], "it is away")
+
+    assert rig.state() is (LinkState.READY if has_disk else LinkState.SUSPENDED)
+    assert rig.link.why.endswith("it is away")
+    assert rig.link.counters["failures"] == BREAKER_FAILURES
 
 
 def test_storage_that_takes_no_blocks_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,20 @@ def test_record_is_read_once() -> None:
     assert (done.count, done.version, bytes(rig.memory[:8])) == (0, version, bytes(8))
 
 
+def test_record_of_another_key_is_told_from_a_service_that_fails() -> None:
+    """The daemon must not use storage whose clears it cannot follow; a service that is away it tries again."""
+    rig = Rig()
+    version = rig.write(b"a record", b"").version
+    rig.shelf.is_foreign = True
+
+    for done in (rig.records.carry_out(READ), rig.write(b"another", b"not " + version)):
+        assert not done.failed
+        assert done.error == "it is not encrypted with this key"
+    rig.shelf.is_away = True
+    with pytest.raises(OSError, match="away"):
+        rig.records.carry_out(READ)
+
+
 def test_who_was_overtaken_gets_the_other_record() -> None:
     """Nothing is written, and what is there comes with the same answer."""
     rig = Rig()

@@ -8,7 +8,6 @@ which has the same bytes; nothing else. A value that fails authentication is del
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shlex
 import stat
@@ -27,12 +26,12 @@ from kvcached.storage.backend import (
     StorageUnusable,
     Usage,
     VersionedRecord,
+    memory_for,
 )
 from kvcached.storage.frame import FRAME_BYTES, SHARDS_MAX
 from kvcached_client.protocol.key_files import is_private
 
 SECRET_BYTES: Final = 32
-_PAGE: Final = 4096
 #: The most bytes of one call, unless a single block is larger.
 _COPIES_BYTES_MAX: Final = 64 << 20
 
@@ -118,6 +117,10 @@ class EncryptedStorage(Storage):
         """As inside."""
         return self._inner.exists([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
 
+    def missing(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
+        """As inside."""
+        return self._inner.missing([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
+
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read and decrypt; a value that fails authentication is deleted."""
         return _in_portions(blocks, timeout_s, self._get)
@@ -191,14 +194,7 @@ class EncryptedStorage(Storage):
             sizes = [part.nbytes for part in block.parts]
             if not sizes or sizes[0] != FRAME_BYTES or len(sizes) > 1 + SHARDS_MAX:
                 raise ValueError(f"a value of parts of {sizes} bytes does not begin with a frame")
-            starts = [0]
-            for size in sizes:
-                starts.append(starts[-1] + -(-size // _PAGE) * _PAGE)
-            memory = memoryview(mmap.mmap(-1, starts[-1]))
-            yield Block(
-                self._cipher.name(block.key),
-                [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)],
-            )
+            yield Block(self._cipher.name(block.key), memory_for(sizes))
 
 
 def _in_portions(

@@ -1,0 +1,1 @@
+"""A disk of this machine in front of storage that is further away."""

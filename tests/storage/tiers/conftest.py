@@ -1,0 +1,7 @@
+"""Servers of the tests of backends behind a local disk."""
+
+from __future__ import annotations
+
+from tests.storage.redis.conftest import server
+
+__all__ = ["server"]

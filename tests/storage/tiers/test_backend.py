@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from kvcached.storage.backend import DONE, Outcome, Usage
+from kvcached.storage.tiers import refills
+from kvcached.storage.tiers.backend import TieredStorage
+from kvcached.storage.tiers.side import FIRST_PAUSE_S
+from tests.storage.tiers.away import Clock, FakeStorage
+from tests.storage.values import KIND, TIMEOUT_S, asked, is_right, key, stored
+
+AWAY = OSError("it is away")
+
+
+class Tiers:
+    """Both backends, and the one of both."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.disk, self.far = FakeStorage(), FakeStorage(is_shared=True)
+        self.both = TieredStorage(self.disk, self.far, "far", self.clock)
+
+    def put(self, *numbers: int) -> list[Outcome]:
+        return [each.outcome for each in self.both.put([stored(number) for number in numbers], timeout_s=TIMEOUT_S)]
+
+    def get(self, *numbers: int) -> list[Outcome]:
+        """Outcomes; what is DONE has the right bytes, and what came from the service is on the disk, too."""
+        blocks = [asked(number) for number in numbers]
+        results = self.both.get(blocks, timeout_s=TIMEOUT_S)
+        for number, block, result in zip(numbers, blocks, results, strict=True):
+            assert result != DONE or is_right(block, number)
+        self.both.refills.wait()
+        return [each.outcome for each in results]
+
+    def exists(self, *numbers: int) -> list[bool]:
+        return self.both.exists([key(number) for number in numbers], timeout_s=TIMEOUT_S)
+
+    def missing(self, *numbers: int) -> list[bool]:
+        return self.both.missing([key(number) for number in numbers], timeout_s=TIMEOUT_S)
+
+    def forget_calls(self) -> None:
+        self.disk.calls.clear()
+        self.far.calls.clear()
+
+    def close(self) -> None:
+        self.both.close()
+
+
+@pytest.fixture
+def tiers() -> Iterator[Tiers]:
+    with closing(Tiers()) as tiers:
+        yield tiers
+
+
+def test_it_is_shared_as_the_service_is(tiers: Tiers) -> None:
+    """Threads and the record are those of the service, which says how full it is; a batch is one that both take."""
+    assert tiers.both.capabilities == tiers.far.capabilities
+    tiers.far.values[key(1)] = b"a value"
+    assert tiers.both.usage() == Usage(1, -1, -1)
+
+
+def test_blocks_are_written_to_both(tiers: Tiers) -> None:
+    """So they outlive this machine, and the service."""
+    assert tiers.put(1, 2) == [Outcome.DONE] * 2
+    assert tiers.disk.values == tiers.far.values
+    assert len(tiers.far.values) == 2
+
+
+def test_what_the_disk_has_is_not_asked_of_the_service(tiers: Tiers) -> None:
+    """Neither whether it is there, nor its bytes."""
+    tiers.put(1, 2)
+    tiers.forget_calls()
+
+    assert tiers.exists(1, 2) == [True, True]
+    assert tiers.get(1, 2) == [Outcome.DONE] * 2
+    assert tiers.far.calls == []
+
+
+def test_what_the_disk_lacks_comes_from_the_service_once(tiers: Tiers) -> None:
+    """It is on the disk from then on."""
+    tiers.put(1, 2, 3)
+    tiers.disk.values = {key(2): tiers.disk.values[key(2)]}
+
+    assert tiers.exists(1, 2, 3, 4) == [True, True, True, False]
+    assert tiers.get(1, 2, 3, 4) == [Outcome.DONE] * 3 + [Outcome.ABSENT]
+    tiers.forget_calls()
+    assert tiers.get(1, 2, 3) == [Outcome.DONE] * 3
+    assert tiers.far.calls == []
+
+
+def test_what_is_missing_the_service_says(tiers: Tiers) -> None:
+    """A block that only the disk has is written again, for others look in the service; not the other way round."""
+    tiers.put(1, 2)
+    del tiers.far.values[key(1)], tiers.disk.values[key(2)]
+
+    assert tiers.missing(1, 2, 3) == [True, False, True]
+    tiers.far.trouble = AWAY
+    assert tiers.missing(1, 2, 3) == [False, True, True]
+
+
+def test_disk_goes_on_while_the_service_is_away(tiers: Tiers) -> None:
+    """Its blocks are found and read, and others written; the service is not waited for each time."""
+    tiers.put(1)
+    tiers.far.trouble = AWAY
+
+    assert tiers.exists(1, 2) == [True, False]
+    assert tiers.put(2) == [Outcome.DONE]
+    tiers.forget_calls()
+    assert tiers.get(1, 2, 3) == [Outcome.DONE] * 2 + [Outcome.ABSENT]
+    assert tiers.far.calls == []
+    tiers.far.trouble = None
+    tiers.clock.now_s += FIRST_PAUSE_S
+    assert tiers.missing(1, 2) == [False, True]
+
+
+def test_block_that_fails_leaves_the_service_out(tiers: Tiers) -> None:
+    """A backend that answers FAILED for each block is as little use as one that raises."""
+    tiers.far.failing = True
+
+    assert tiers.put(1) == [Outcome.DONE]
+    tiers.forget_calls()
+    assert tiers.get(1, 2) == [Outcome.DONE, Outcome.ABSENT]
+    assert tiers.far.calls == []
+
+
+def test_service_goes_on_while_the_disk_is_broken(tiers: Tiers) -> None:
+    """A disk that died costs time, and nothing else."""
+    tiers.put(1)
+    tiers.disk.trouble = OSError(5, "input/output error")
+
+    assert tiers.exists(1, 2) == [True, False]
+    assert tiers.get(1) == [Outcome.DONE]
+    assert tiers.put(2) == [Outcome.DONE]
+    assert key(2) in tiers.far.values
+
+
+def test_block_that_the_disk_cannot_read_comes_from_the_service(tiers: Tiers) -> None:
+    """A bad sector costs nothing, either."""
+    tiers.put(1)
+    tiers.disk.failing = True
+
+    assert tiers.get(1) == [Outcome.DONE]
+
+
+def test_failure_of_both_is_an_error(tiers: Tiers) -> None:
+    """The daemon suspends storage, as it does without a local disk."""
+    tiers.disk.trouble, tiers.far.trouble = OSError("no disk"), AWAY
+
+    for call in (tiers.exists, tiers.missing, tiers.get, tiers.put):
+        with pytest.raises(OSError, match=r"the local disk: OSError: no disk; storage 'far': OSError: it is away"):
+            call(1)
+
+
+def test_service_that_is_full_says_so_and_a_disk_does_not(tiers: Tiers, caplog: pytest.LogCaptureFixture) -> None:
+    """What others do not find is not stored; a disk without room is in the log, once."""
+    tiers.disk.full = True
+    assert tiers.put(1) == tiers.put(2) == [Outcome.DONE]
+    tiers.far.full = True
+    assert tiers.put(3) == [Outcome.FULL]
+
+    assert caplog.text.count("the local disk accepts no blocks: put went wrong") == 1
+
+
+def test_deleted_blocks_are_gone_from_both(tiers: Tiers) -> None:
+    """However many either had."""
+    tiers.put(1, 2, 3)
+    del tiers.disk.values[key(1)]
+
+    assert tiers.both.delete([key(1), key(2)], timeout_s=TIMEOUT_S) == 2
+    assert tiers.exists(1, 2, 3) == [False, False, True]
+    assert tiers.both.clear(KIND.prefix(), timeout_s=TIMEOUT_S) == 1
+    assert not tiers.disk.values
+    assert not tiers.far.values
+
+
+def test_clear_that_one_of_both_fails_at_is_an_error(tiers: Tiers) -> None:
+    """It comes again; and the other one is cleared all the same, also while it is left out."""
+    for broken, other in ((tiers.disk, tiers.far), (tiers.far, tiers.disk)):
+        tiers.put(1)
+        broken.trouble = AWAY
+        with pytest.raises(OSError, match="it is away"):
+            tiers.both.clear(b"", timeout_s=TIMEOUT_S)
+        assert not other.values
+        broken.trouble = None
+        assert tiers.both.clear(b"", timeout_s=TIMEOUT_S) == 1
+
+
+@pytest.mark.parametrize("prefix", [b"", KIND.prefix()])
+def test_what_is_cleared_while_it_is_read_does_not_come_back(tiers: Tiers, prefix: bytes) -> None:
+    """A block that the service gave before a clear is not written to the disk after it."""
+    tiers.put(1)
+    tiers.disk.values.clear()
+
+    def clear() -> None:
+        tiers.far.on_call = lambda: None
+        tiers.both.clear(prefix, timeout_s=TIMEOUT_S)
+        tiers.far.values[key(1)] = b"".join(map(bytes, stored(1).parts))  # as it was read before
+
+    tiers.far.on_call = clear
+    assert tiers.get(1) == [Outcome.DONE]
+    assert not tiers.disk.values
+
+
+def test_blocks_that_wait_for_the_disk_are_bounded(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beyond it are not kept on the disk this time, and are read all the same."""
+    monkeypatch.setattr(refills, "REFILL_BYTES_MAX", 2 * stored(1).size_bytes)
+    tiers.put(1, 2, 3)
+    tiers.disk.values.clear()
+    writes = threading.Event()
+
+    def hold_writes() -> None:
+        tiers.disk.on_call = lambda: None if writes.wait(10) else pytest.fail("nobody lets it write")
+
+    tiers.far.on_call = hold_writes
+    blocks = [asked(number) for number in (1, 2, 3)]
+    assert tiers.both.get(blocks, timeout_s=TIMEOUT_S) == [DONE] * 3
+    writes.set()
+    tiers.both.refills.wait()
+    assert set(tiers.disk.values) == {key(1), key(2)}
+    assert tiers.get(3) == [Outcome.DONE]
+    assert len(tiers.disk.values) == 3
+
+
+def test_both_have_one_limit_together(tiers: Tiers) -> None:
+    """The service has the time that the disk has left, and is not asked where it has left none."""
+
+    def take(seconds: float) -> None:
+        tiers.clock.now_s += seconds
+
+    tiers.disk.on_call = lambda: take(1.0)
+    assert tiers.get(1) == [Outcome.ABSENT]
+    assert tiers.far.limits_s == [TIMEOUT_S - 1.0]
+    tiers.disk.on_call = lambda: take(TIMEOUT_S)
+    assert tiers.get(1) == [Outcome.ABSENT]
+    assert tiers.far.calls == ["get"]
+
+
+def test_empty_service_is_asked_for_nothing(tiers: Tiers) -> None:
+    """A batch without blocks is none for either."""
+    assert tiers.exists() == []
+    assert tiers.get() == []
+    assert tiers.put() == []
+
+
+def test_both_are_closed(tiers: Tiers) -> None:
+    """The disk can be opened by another process."""
+    tiers.both.close()
+    assert tiers.disk.is_closed
+    assert tiers.far.is_closed

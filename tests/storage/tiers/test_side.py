@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvcached.storage.tiers.side import FIRST_PAUSE_S, LONGEST_PAUSE_S, Side
+from tests.storage.tiers.away import Clock, FakeStorage
+
+
+def asked(side: Side) -> bool:
+    """Whether a call reaches the backend."""
+    before = len(backend_of(side).calls)
+    side.call(lambda storage: storage.exists([], timeout_s=1.0))
+    return len(backend_of(side).calls) > before
+
+
+def backend_of(side: Side) -> FakeStorage:
+    assert isinstance(side.backend, FakeStorage)
+    return side.backend
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def side(clock: Clock) -> Side:
+    return Side("it", FakeStorage(), clock)
+
+
+def test_pauses_become_longer_until_a_call_succeeds(side: Side, clock: Clock) -> None:
+    """Each is twice the one before it, up to half a minute, and the first one again after a success."""
+    backend_of(side).trouble = OSError("away")
+    assert asked(side)
+    pause_s = FIRST_PAUSE_S
+    for _ in range(10):
+        clock.now_s += pause_s - 0.01
+        assert not asked(side)
+        clock.now_s += 0.01
+        assert asked(side)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    backend_of(side).trouble = None
+    clock.now_s += LONGEST_PAUSE_S
+    assert asked(side)
+    assert asked(side)
+    backend_of(side).trouble = OSError("away")
+    assert asked(side)
+    clock.now_s += FIRST_PAUSE_S
+    assert asked(side)
+
+
+def test_one_call_tries_and_the_others_do_not_wait(side: Side, clock: Clock) -> None:
+    """A service that hangs costs one thread its limit, and not all of them."""
+    storage = backend_of(side)
+    storage.trouble = OSError("away")
+    asked(side)
+    clock.now_s += FIRST_PAUSE_S
+    is_called, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        is_called.set()
+        goes_on.wait(10)
+
+    storage.on_call = hang
+    trial = threading.Thread(target=asked, args=(side,))
+    trial.start()
+    assert is_called.wait(10)
+    storage.on_call = lambda: None
+
+    assert not asked(side)
+    storage.trouble = None
+    goes_on.set()
+    trial.join()
+    assert asked(side)
+
+
+def test_calls_that_fail_together_are_one_failure(side: Side, clock: Clock) -> None:
+    """Those that began before the first of them failed do not make the pause longer."""
+    storage = backend_of(side)
+    storage.trouble = OSError("away")
+    nested = [3]
+
+    def call_another() -> None:
+        if nested[0]:
+            nested[0] -= 1
+            asked(side)
+
+    storage.on_call = call_another
+    asked(side)
+    clock.now_s += FIRST_PAUSE_S
+    assert asked(side)
+
+
+def test_failures_and_their_end_are_in_the_log(side: Side, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each pause, with the reason; and when it works again."""
+    backend_of(side).trouble = OSError("away")
+    for _ in range(3):
+        asked(side)
+    assert side.trouble == "OSError: away"
+    backend_of(side).trouble = None
+    clock.now_s += FIRST_PAUSE_S
+    asked(side)
+
+    assert [each.getMessage() for each in caplog.records] == [
+        "it is left out for 0.5 s: OSError: away",
+        "it works again",
+    ]
