@@ -46,6 +46,7 @@ class Link(Protocol):
 
     state: LinkState
     why: str
+    trouble: str
     usage: tuple[int, int, int]
     restarts: int
 
@@ -173,6 +174,8 @@ class StorageVerbs:
             troubles.append(f"{link.state}: {link.why or 'it starts'}; hits from memory go on")
         elif link.write_refusal:
             troubles.append(f"it takes no blocks: {link.write_refusal}; hits go on")
+        elif link.trouble:
+            troubles.append(f"it works, but {link.trouble}")
         if (age_ms := self.storage.record_age_ms()) > RECORD_LATE_MS:
             troubles.append(f"what other machines have cleared for {age_ms // 1000} s is not cleared here")
         return [wire.HealthPart(part="storage", ok=not troubles, detail="; ".join(troubles))]
@@ -261,7 +264,7 @@ def _report(number: int, storage: StorageService | None) -> wire.StorageReport:
         id=number,
         backend=storage.backend,
         state=READ_ONLY if is_read_only else storage.link.state,
-        why=storage.link.write_refusal if is_read_only else storage.link.why,
+        why=storage.link.write_refusal if is_read_only else storage.link.trouble or storage.link.why,
         backup=storage.backup,
         restarts=storage.link.restarts,
         blocks=blocks,

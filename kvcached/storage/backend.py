@@ -168,6 +168,10 @@ class Storage(ABC):
     def usage(self) -> Usage:
         """How full the backend is."""
 
+    def trouble(self) -> str:
+        """What is wrong although the backend works, for people; empty if nothing is."""
+        return ""
+
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
         """The record of generations; None if there is none. Only of shared backends.
 

@@ -77,7 +77,7 @@ class StorageLink:
 
     Attributes:
         state: see `LinkState`.
-        why: the last failure, in words.
+        why, trouble: the last failure, in words; what is wrong although it works, empty if nothing is.
         is_misconfigured: the last start failed because of wrong settings, so every other start will fail.
         usage: blocks, bytes and capacity in the backend's last report; -1 for an unknown figure.
         counters: counts of its work.
@@ -96,7 +96,7 @@ class StorageLink:
         tell: Callable[[StorageEvent], None],
     ) -> None:
         self.state = LinkState.DETACHED
-        self.why = ""
+        self.why = self.trouble = ""
         self.is_misconfigured = False
         self.is_shared, self.lives = False, 0
         self.usage = (-1, -1, -1)
@@ -242,7 +242,7 @@ class StorageLink:
             return  # it died, or was detached, meanwhile
         _log.info("storage %s is ready, %d calls at a time", self._config.backend, opened.threads)
         self._go(LinkState.READY)
-        self._failures, self._refused.why = 0, ""
+        self._failures, self._refused.why, self.trouble = 0, "", ""
         self._opened_s = self._loop.time()
         self._in_flight.turns = opened.threads
         self._watch()
@@ -292,7 +292,7 @@ class StorageLink:
         pending = self._in_flight.done(reply.sequence)
         if pending is None:
             return
-        self.usage = (reply.blocks, reply.size_bytes, reply.capacity_bytes)
+        self.usage, self.trouble = (reply.blocks, reply.size_bytes, reply.capacity_bytes), reply.trouble
         self.counters["wrong_blocks"] += reply.wrong
         self._judge(reply, pending.request)
         pending.tell(reply)
@@ -314,8 +314,7 @@ class StorageLink:
         self.counters["failures"] += 1
         self.why = reply.error
         _log.warning("storage %s failed: %s", self._config.backend, reply.error)
-        if not (of_record and self._config.local_disk is not None):  # the disk works without the service
-            self._failures += 1
+        self._failures += not of_record or self._config.local_disk is None  # a disk works without the service
         if self._failures >= BREAKER_FAILURES or self.state is LinkState.SUSPENDED:
             self._suspend(f"{self._failures} failures in a row, the last one: {reply.error}")
 
@@ -381,13 +380,12 @@ class StorageLink:
         self._tell(BackupSettled(effect.transfer, done.count))
 
     def _refuse(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
-        match effect:
-            case QueryStorage():
-                self._tell(StorageAnswered(effect.query, -1, self._now_us()))
-            case StartFetch():
-                self._tell(FetchSettled(effect.transfer, 0, self._now_us()))
-            case StartBackup():
-                self._tell(BackupSettled(effect.transfer, 0))
+        if isinstance(effect, QueryStorage):
+            self._tell(StorageAnswered(effect.query, -1, self._now_us()))
+        elif isinstance(effect, StartFetch):
+            self._tell(FetchSettled(effect.transfer, 0, self._now_us()))
+        else:
+            self._tell(BackupSettled(effect.transfer, 0))
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

@@ -157,11 +157,12 @@ def finished(done: Done, backend: Storage) -> Done:
     """An answer that can be sent, with how full the backend is, where it says so. Without one it would seem hung."""
     done = msgspec.structs.replace(done, error=_clean(done.error))
     try:
-        blocks, size_bytes, capacity_bytes = backend.usage()
+        (blocks, size_bytes, capacity_bytes), trouble = backend.usage(), _clean(backend.trouble())
     except Exception as error:  # noqa: BLE001 - a backend may raise anything, and what was ordered is done
         _log.warning("the backend does not report its size: %s", error)
         return done
-    return msgspec.structs.replace(done, blocks=blocks, size_bytes=size_bytes, capacity_bytes=capacity_bytes)
+    full = {"blocks": blocks, "size_bytes": size_bytes, "capacity_bytes": capacity_bytes}
+    return msgspec.structs.replace(done, trouble=trouble, **full)
 
 
 if __name__ == "__main__":

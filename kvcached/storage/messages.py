@@ -182,6 +182,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         version: of the record that is there now; empty if there is none, or it is none of ours, as the error says.
         wrong: of a fetch: blocks whose bytes were not those that were stored.
         failed: the backend failed, as opposed to not having something; the error says how.
+        trouble: what is wrong with the backend although it works; empty if nothing is.
         took_us: how long it took, from when it was begun.
         blocks, size_bytes, capacity_bytes: how full the backend is; -1 where that is not known.
     """
@@ -193,6 +194,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     version: bytes = b""
     failed: bool = False
     error: str = ""
+    trouble: str = ""
     took_us: int = 0
     blocks: int = -1
     size_bytes: int = -1

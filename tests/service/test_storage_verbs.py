@@ -39,6 +39,7 @@ class FakeStorageLink:
     state: LinkState = LinkState.READY
     why: str = ""
     write_refusal: str = ""
+    trouble: str = ""
     usage: tuple[int, int, int] = (-1, -1, -1)
     restarts: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -333,6 +334,11 @@ def test_health_names_storage_that_does_not_work(office: StorageOffice) -> None:
     (part,) = office.service.storage.health()
     assert (part.part, part.ok) == ("storage", False)
     assert "no answer" in part.detail
+    office.link.state, office.link.trouble = LinkState.READY, "the local disk is left out: EIO"
+    (part,) = office.service.storage.health()
+    assert (part.part, part.ok) == ("storage", False)
+    assert part.detail == "it works, but the local disk is left out: EIO"
+    assert report(office.control("status")).why == "the local disk is left out: EIO"
     office.link.state = LinkState.DETACHED
 
     assert office.service.storage.health() == []

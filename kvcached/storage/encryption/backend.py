@@ -165,6 +165,10 @@ class EncryptedStorage(Storage):
         """As inside."""
         return self._inner.usage()
 
+    def trouble(self) -> str:
+        """As inside."""
+        return self._inner.trouble()
+
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
         """Read and decrypt the record.
 

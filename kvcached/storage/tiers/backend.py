@@ -105,6 +105,10 @@ class TieredStorage(Storage):
         """Of the service."""
         return self._far.backend.usage()
 
+    def trouble(self) -> str:
+        """Which of the two is left out, and why."""
+        return "; ".join(side.words() for side in (self._disk, self._far) if side.is_out)
+
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
         """Of the service."""
         return self._far.backend.read_record(timeout_s=timeout_s)

@@ -40,6 +40,16 @@ class Side:
         self._is_tried = False  #: the one call after a pause is under way
         self._is_full = False
 
+    @property
+    def is_out(self) -> bool:
+        """Whether its last call has failed."""
+        with self._lock:
+            return self._until_s is not None
+
+    def words(self) -> str:
+        """That it is left out, and why."""
+        return f"{self.name} is left out: {self.trouble}"
+
     def call(self, ask: Callable[[Storage], T], failure_in: Callable[[T], str] = lambda _: "") -> T | None:
         """The backend's answer; None if it is left out, or fails now. `failure_in` tells of failures in an answer."""
         with self._lock:

@@ -18,14 +18,14 @@ class Clock:
 
 
 class FakeStorage(Storage):
-    """Attributes: `calls`, by name; what happens in one: `trouble` is raised, `failing` and `full` are outcomes."""
+    """Attributes: `calls`, by name; what happens in one: `error` is raised, `failing` and `full` are outcomes."""
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.capabilities = Capabilities(threads=7, batch_blocks=16, is_shared=is_shared)
         self.values: dict[bytes, bytes] = {}
         self.calls: list[str] = []
         self.limits_s: list[float] = []
-        self.trouble: Exception | None = None
+        self.error: Exception | None = None
         self.failing = self.full = False
         self.on_call: Callable[[], None] = lambda: None
         self.is_closed = False
@@ -67,8 +67,8 @@ class FakeStorage(Storage):
         self.calls.append(name)
         self.limits_s.append(timeout_s)
         self.on_call()
-        if self.trouble is not None:
-            raise self.trouble
+        if self.error is not None:
+            raise self.error
 
     def _get(self, block: Block) -> Result:
         if self.failing:

@@ -98,21 +98,21 @@ def test_what_is_missing_the_service_says(tiers: Tiers) -> None:
     del tiers.far.values[key(1)], tiers.disk.values[key(2)]
 
     assert tiers.missing(1, 2, 3) == [True, False, True]
-    tiers.far.trouble = AWAY
+    tiers.far.error = AWAY
     assert tiers.missing(1, 2, 3) == [False, True, True]
 
 
 def test_disk_goes_on_while_the_service_is_away(tiers: Tiers) -> None:
     """Its blocks are found and read, and others written; the service is not waited for each time."""
     tiers.put(1)
-    tiers.far.trouble = AWAY
+    tiers.far.error = AWAY
 
     assert tiers.exists(1, 2) == [True, False]
     assert tiers.put(2) == [Outcome.DONE]
     tiers.forget_calls()
     assert tiers.get(1, 2, 3) == [Outcome.DONE] * 2 + [Outcome.ABSENT]
     assert tiers.far.calls == []
-    tiers.far.trouble = None
+    tiers.far.error = None
     tiers.clock.now_s += FIRST_PAUSE_S
     assert tiers.missing(1, 2) == [False, True]
 
@@ -130,7 +130,7 @@ def test_block_that_fails_leaves_the_service_out(tiers: Tiers) -> None:
 def test_service_goes_on_while_the_disk_is_broken(tiers: Tiers) -> None:
     """A disk that died costs time, and nothing else."""
     tiers.put(1)
-    tiers.disk.trouble = OSError(5, "input/output error")
+    tiers.disk.error = OSError(5, "input/output error")
 
     assert tiers.exists(1, 2) == [True, False]
     assert tiers.get(1) == [Outcome.DONE]
@@ -146,9 +146,25 @@ def test_block_that_the_disk_cannot_read_comes_from_the_service(tiers: Tiers) ->
     assert tiers.get(1) == [Outcome.DONE]
 
 
+def test_what_is_left_out_is_told(tiers: Tiers) -> None:
+    """Storage works, so only this tells people of a disk that has died, or of a service that is away."""
+    assert tiers.both.trouble() == ""
+    tiers.disk.error = OSError("no disk")
+    tiers.exists(1)
+    assert tiers.both.trouble() == "the local disk is left out: OSError: no disk"
+    tiers.far.error = AWAY
+    with pytest.raises(OSError, match="away"):
+        tiers.exists(1)
+    assert tiers.both.trouble().endswith("OSError: no disk; storage 'far' is left out: OSError: it is away")
+    tiers.disk.error = tiers.far.error = None
+    tiers.clock.now_s += FIRST_PAUSE_S
+    tiers.exists(1)
+    assert tiers.both.trouble() == ""
+
+
 def test_failure_of_both_is_an_error(tiers: Tiers) -> None:
     """The daemon suspends storage, as it does without a local disk."""
-    tiers.disk.trouble, tiers.far.trouble = OSError("no disk"), AWAY
+    tiers.disk.error, tiers.far.error = OSError("no disk"), AWAY
 
     for call in (tiers.exists, tiers.missing, tiers.get, tiers.put):
         with pytest.raises(OSError, match=r"the local disk: OSError: no disk; storage 'far': OSError: it is away"):
@@ -181,11 +197,11 @@ def test_clear_that_one_of_both_fails_at_is_an_error(tiers: Tiers) -> None:
     """It comes again; and the other one is cleared all the same, also while it is left out."""
     for broken, other in ((tiers.disk, tiers.far), (tiers.far, tiers.disk)):
         tiers.put(1)
-        broken.trouble = AWAY
+        broken.error = AWAY
         with pytest.raises(OSError, match="it is away"):
             tiers.both.clear(b"", timeout_s=TIMEOUT_S)
         assert not other.values
-        broken.trouble = None
+        broken.error = None
         assert tiers.both.clear(b"", timeout_s=TIMEOUT_S) == 1
 
 

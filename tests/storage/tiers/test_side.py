@@ -32,7 +32,7 @@ def side(clock: Clock) -> Side:
 
 def test_pauses_become_longer_until_a_call_succeeds(side: Side, clock: Clock) -> None:
     """Each is twice the one before it, up to half a minute, and the first one again after a success."""
-    backend_of(side).trouble = OSError("away")
+    backend_of(side).error = OSError("away")
     assert asked(side)
     pause_s = FIRST_PAUSE_S
     for _ in range(10):
@@ -41,11 +41,11 @@ def test_pauses_become_longer_until_a_call_succeeds(side: Side, clock: Clock) ->
         clock.now_s += 0.01
         assert asked(side)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    backend_of(side).trouble = None
+    backend_of(side).error = None
     clock.now_s += LONGEST_PAUSE_S
     assert asked(side)
     assert asked(side)
-    backend_of(side).trouble = OSError("away")
+    backend_of(side).error = OSError("away")
     assert asked(side)
     clock.now_s += FIRST_PAUSE_S
     assert asked(side)
@@ -54,7 +54,7 @@ def test_pauses_become_longer_until_a_call_succeeds(side: Side, clock: Clock) ->
 def test_one_call_tries_and_the_others_do_not_wait(side: Side, clock: Clock) -> None:
     """A service that hangs costs one thread its limit, and not all of them."""
     storage = backend_of(side)
-    storage.trouble = OSError("away")
+    storage.error = OSError("away")
     asked(side)
     clock.now_s += FIRST_PAUSE_S
     is_called, goes_on = threading.Event(), threading.Event()
@@ -70,7 +70,7 @@ def test_one_call_tries_and_the_others_do_not_wait(side: Side, clock: Clock) -> 
     storage.on_call = lambda: None
 
     assert not asked(side)
-    storage.trouble = None
+    storage.error = None
     goes_on.set()
     trial.join()
     assert asked(side)
@@ -79,7 +79,7 @@ def test_one_call_tries_and_the_others_do_not_wait(side: Side, clock: Clock) -> 
 def test_calls_that_fail_together_are_one_failure(side: Side, clock: Clock) -> None:
     """Those that began before the first of them failed do not make the pause longer."""
     storage = backend_of(side)
-    storage.trouble = OSError("away")
+    storage.error = OSError("away")
     nested = [3]
 
     def call_another() -> None:
@@ -95,11 +95,11 @@ def test_calls_that_fail_together_are_one_failure(side: Side, clock: Clock) -> N
 
 def test_failures_and_their_end_are_in_the_log(side: Side, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Once for each pause, with the reason; and when it works again."""
-    backend_of(side).trouble = OSError("away")
+    backend_of(side).error = OSError("away")
     for _ in range(3):
         asked(side)
     assert side.trouble == "OSError: away"
-    backend_of(side).trouble = None
+    backend_of(side).error = None
     clock.now_s += FIRST_PAUSE_S
     asked(side)
 
