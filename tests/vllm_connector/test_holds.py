@@ -199,17 +199,18 @@ def test_workers_are_told_of_session_with_every_step() -> None:
     assert rig.idle().session is None
 
 
-@pytest.mark.parametrize("length", [1, 250, 256, 5000])
-def test_names_fit_and_differ(length: int) -> None:
-    """Request ids of any length make names that the daemon takes, another one each time."""
+@pytest.mark.parametrize("request_id", ["x", "x" * 250, "x" * 256, "x" * 5000, "\ud800"])
+def test_names_fit_and_differ(request_id: str) -> None:
+    """Request ids of any length and any characters make names that the daemon takes, another one each time."""
     rig = Rig()
     names = set()
     for _ in range(3):
-        rig.side.on_new_request(FakeRequest("x" * length, range(3 * BLOCK)))
+        rig.side.on_new_request(FakeRequest(request_id, range(3 * BLOCK)))
         (seek,) = rig.link.taken(Seek)
         names.add(seek.name)
     assert len(names) == 3
     assert max(map(len, names)) <= REQUEST_NAME_LENGTH_MAX
+    assert all(name.encode() for name in names)
 
 
 def test_hook_for_unknown_request() -> None:

@@ -79,6 +79,7 @@ def test_hints_as_a_map_and_as_vllms_structure(kind: str) -> None:
         (own(tenant=""), "tenant"),
         (own(tenant="t" * 65), "tenant"),
         (own(tenant=7), "tenant"),
+        (own(tenant="\ud800"), "tenant"),
         ({"kvcached": 3}, "kvcached"),
         ({"do_remote_prefill": True}, "do_remote_prefill"),
         ([], "kv_transfer_params"),

@@ -177,8 +177,12 @@ class Leases:
 
 
 def lease_name(request_id: str, ticket: int) -> str:
-    """The name of a lease at the daemon. Request ids are used again, but names must be unique. Long ones are hashed."""
+    """The name of a lease at the daemon. Request ids are used again, but names must be unique.
+
+    A name that is too long for a message, or that UTF-8 cannot encode, is hashed.
+    """
     name = f"{request_id}~{ticket}"
-    if len(name) <= REQUEST_NAME_LENGTH_MAX:
+    encoded = name.encode(errors="surrogatepass")
+    if len(name) <= REQUEST_NAME_LENGTH_MAX and encoded == name.encode(errors="replace"):
         return name
-    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=_NAME_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(encoded, digest_size=_NAME_DIGEST_BYTES).hexdigest()

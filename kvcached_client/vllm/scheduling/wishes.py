@@ -280,6 +280,10 @@ def _share(value: _Value) -> bool:
 def _tenant(value: _Value) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= TENANT_CHARS_MAX:
         raise _Refused(f"give a name, 1 to {TENANT_CHARS_MAX} characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # no message could have it, so that the whole request would get nothing of the cache
+        raise _Refused("give a name that UTF-8 can encode, without halves of surrogate pairs") from None
     return value
 
 
