@@ -58,6 +58,9 @@ class EngineDescription:
         environment: environment of the process, for PYTHONHASHSEED.
         find_snapshot: finds models that are not given as directories.
         groups: the groups of layers whose blocks have keys of their own; None = one group.
+
+    Raises:
+        OSError: the file that scales the encoder of pictures cannot be read, from which vLLM has loaded it.
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class EngineDescription:
         model = config.model_config
         if any(media := _media(model)):  # None of it in most engines, whose keyspaces stay as they were without it
             self._parts["media"] = media
+        if model.model_class_overrides:
+            self._parts["classes"] = model.model_class_overrides
         name = Path(model.model).name if Path(model.model).exists() else model.model
         if (stages := config.parallel_config.pipeline_parallel_size) > 1:
             # Tensors of stages have no names, which else tell vLLM's own code of a model from that of Transformers.
@@ -134,7 +139,12 @@ def _media(model: VllmConfig) -> list[object]:
     """What of a model's settings for pictures and other media decides on embeddings, and is in no hash of a picture."""
     settings = getattr(model, "multimodal_config", None)
     names = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
-    return [getattr(settings, name, None) or None for name in names]
+    found: list[object] = [getattr(settings, name, None) or None for name in names]
+    if found[1]:  # without a rate, no method prunes anything
+        found.append(["pruning", getattr(settings, "video_pruning_method", None)])
+    if scales := getattr(settings, "mm_encoder_fp8_scale_path", None):
+        found.append(["scales", hashlib.blake2b(Path(scales).read_bytes(), digest_size=32).hexdigest()])
+    return found
 
 
 def _root_of(hashing: str, seed: str | None) -> str | None:

@@ -23,6 +23,7 @@ def vllm_config(**changes: Any) -> Any:
         is_prefix_caching_supported=True,
         enable_sleep_mode=False,
         multimodal_config=None,
+        model_class_overrides={},
         get_total_num_kv_heads=lambda: 2,
         hf_config=SimpleNamespace(config={"hidden_size": 128, "_name_or_path": "acme/llama"}),
     )

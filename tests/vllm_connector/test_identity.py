@@ -67,6 +67,7 @@ def test_same_engine_same_keyspace(model: Path) -> None:
         {"device_config__device_type": "cuda"},
         {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_normalize": False})},
         {"model_config__multimodal_config": SimpleNamespace(video_pruning_rate=0.5)},
+        {"model_config__model_class_overrides": {"LlamaForCausalLM": "acme.models:Llama"}},
         {"load_config__load_format": "dummy"},
         {"parallel_config__pipeline_parallel_size": 2},
         {"load_config__model_loader_extra_config": {"qlora_adapter_name_or_path": "/adapters/a"}},
@@ -85,6 +86,7 @@ def test_what_changes_blocks_changes_the_keyspace(model: Path, changes: dict[str
         {"model_config__revision": "abc"},
         {"model_config__max_model_len": 2048},
         {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={}, mm_processor_cache_gb=4)},
+        {"model_config__multimodal_config": SimpleNamespace(video_pruning_rate=0.0, video_pruning_method="vidcom2")},
         {"parallel_config__tensor_parallel_size": 2},
     ],
 )
@@ -94,6 +96,27 @@ def test_what_leaves_blocks_alone_keeps_the_keyspace(model: Path, changes: dict[
     The root of the namespace has the number of ranks, and storage may hold blocks for any number.
     """
     assert of_model(model, **changes) == of_model(model)
+
+
+def test_method_of_pruning_counts(model: Path) -> None:
+    """Where tokens of videos are pruned, two methods leave other tokens at the same rate."""
+    keyspaces = set()
+    for method in ("evs", "vidcom2"):
+        media = SimpleNamespace(video_pruning_rate=0.5, video_pruning_method=method)
+        keyspaces.add(of_model(model, model_config__multimodal_config=media))
+    assert len(keyspaces) == 2
+
+
+def test_scales_of_the_encoder_of_pictures_count_by_their_content(model: Path, tmp_path: Path) -> None:
+    """Two files of scales share blocks if they have the same bytes, whatever they are called."""
+    keyspaces = []
+    for name, text in (("one", '{"q": 1}'), ("equal", '{"q": 1}'), ("other", '{"q": 2}')):
+        (tmp_path / name).write_text(text)
+        media = SimpleNamespace(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(tmp_path / name))
+        keyspaces.append(of_model(model, model_config__multimodal_config=media))
+    dynamic = SimpleNamespace(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=None)
+    assert keyspaces[0] == keyspaces[1]
+    assert len({*keyspaces, of_model(model, model_config__multimodal_config=dynamic)}) == 3
 
 
 @pytest.mark.parametrize(("dtype", "counts"), [("torch.bfloat16", True), ("torch.float32", False)])
