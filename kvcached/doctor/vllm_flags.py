@@ -126,7 +126,7 @@ def check_flags(
     """
     sizes = _block_size(flags) if not on_cuda else _sleep_mode(flags)
     found = [*_transfer_config(flags, run_dir, on_cuda=on_cuda), *_hashing(flags, environment), *sizes]
-    found += [*_single(flags), *_policy(flags), *_pooling(flags)]
+    found += [*_single(flags), *_policy(flags), *_fault_tolerance(flags), *_pooling(flags)]
     yield from found
     if not any(finding.level == "fail" for finding in found):
         yield Finding(_CHECK, "ok", "nothing in vLLM's arguments keeps it from using kvcached")
@@ -264,6 +264,12 @@ def _policy(flags: VllmFlags) -> Iterator[Finding]:
     if flags.options.get("scheduling-policy") == "priority" and "no-enable-prefix-caching" not in flags.options:
         told = "with --scheduling-policy priority, vLLM finds blocks in its own cache that it has not computed"
         yield Finding(_CHECK, "fail", told, "leave it out, or add --no-enable-prefix-caching")
+
+
+def _fault_tolerance(flags: VllmFlags) -> Iterator[Finding]:
+    if "enable-fault-tolerance" in flags.options:
+        told = "with --enable-fault-tolerance, vLLM goes on after a step that failed, and takes its blocks for computed"
+        yield Finding(_CHECK, "fail", told, "leave out --enable-fault-tolerance")
 
 
 def _pooling(flags: VllmFlags) -> Iterator[Finding]:

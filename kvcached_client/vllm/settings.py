@@ -165,6 +165,10 @@ def check_config(
         )
         > 1,
         f"workers on {parallel.nnodes} nodes cannot map one host pool: run the engine on one node": parallel.nnodes > 1,
+        "with external_launcher, each of the engine's ranks has a scheduler of its own, and kvcached needs one for all "
+        "of them: use another --distributed-executor-backend": parallel.distributed_executor_backend
+        == "external_launcher"
+        and shards_of(config) > 1,
         f"the model has {len(groups)} groups of layers with caches of their own, as models with states "
         "have beside attention; one is supported: use KvcachedHybridConnector": not (
             is_single or (takes_groups and groups)
@@ -184,6 +188,8 @@ def check_config(
         "vLLM takes blocks of a request that it preempts in the step that was to compute them for computed: set "
         "--scheduling-policy fcfs, or --no-enable-prefix-caching": config.scheduler_config.policy == "priority"
         and config.cache_config.enable_prefix_caching,
+        "vLLM takes blocks of a step that failed for computed when it goes on after the fault: set no "
+        "--enable-fault-tolerance": parallel.enable_fault_tolerance,
         "layers of this model attend to tokens behind them, as a Prefix LM's do, so that a block depends on the whole "
         "prompt: use no kvcached": looks_ahead,
         "vLLM says that no part of this model's prompts may come from a cache: MEAN, CLS and STEP pooling take all "

@@ -119,6 +119,7 @@ def test_good_arguments_have_no_problem() -> None:
         (changed(kv_connector_extra_config={"run_dir": "/run/other"}), "/run/other", "the same run_dir"),
         ([*GOOD, "--block-size", "16"], "multiples of 32", "--block-size 32"),
         ([*GOOD, "--scheduling-policy", "priority"], "has not computed", "--no-enable-prefix-caching"),
+        ([*GOOD, "--enable-fault-tolerance"], "goes on after a step that failed", "leave out"),
         ([*GOOD, "--nnodes", "2"], "--nnodes 2 is not supported", "leave out"),
         ([*GOOD, "-n", "2"], "--nnodes 2 is not supported", "leave out"),
         ([*GOOD, "-dcp", "2"], "--decode-context-parallel-size 2 is not supported", "leave out"),

@@ -44,6 +44,8 @@ def vllm_config(**changes: Any) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             nnodes=1,
+            distributed_executor_backend="mp",
+            enable_fault_tolerance=False,
         ),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(policy="fcfs"),

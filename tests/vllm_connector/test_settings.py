@@ -22,6 +22,8 @@ from kvcached_client.vllm.settings import (
 )
 from tests.vllm_connector.configs import cache_config, vllm_config
 
+RANKS = "parallel_config__tensor_parallel_size"
+
 
 def test_defaults() -> None:
     """Nothing needs to be said."""
@@ -118,6 +120,11 @@ def test_plain_configuration_is_taken() -> None:
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
         ({"parallel_config__nnodes": 2}, "run the engine on one node"),
+        (
+            {"parallel_config__distributed_executor_backend": "external_launcher", RANKS: 2},
+            "use another --distributed-executor-backend",
+        ),
+        ({"parallel_config__enable_fault_tolerance": True}, "set no --enable-fault-tolerance"),
         ({"model_config__use_mla": True}, "multi-head latent attention"),
         ({"model_config__is_diffusion": True}, "diffusion"),
         ({"model_config__is_prefix_caching_supported": False}, "MEAN, CLS and STEP pooling"),
@@ -169,6 +176,12 @@ def test_pictures_that_vllm_counts_are_refused(cache_gb: float, has_prefixes: bo
     config = vllm_config(model_config__multimodal_config=media, cache_config__enable_prefix_caching=has_prefixes)
     with pytest.raises(ValueError, match="--mm-processor-cache-gb") if is_refused else nullcontext():
         check_config(config, cache_config(), keeps_all_blocks=True)
+
+
+def test_single_rank_of_an_external_launcher_is_taken() -> None:
+    """Where the only rank has the only scheduler, it does not matter who has launched it."""
+    config = vllm_config(parallel_config__distributed_executor_backend="external_launcher")
+    check_config(config, cache_config(), keeps_all_blocks=True)
 
 
 @pytest.mark.parametrize("groups", [0, 2])
