@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -52,15 +52,14 @@ from kvcached_client.vllm.settings import (
     SWITCH_INTERVAL_S,
     KvCacheConfig,
     VllmConfig,
+    VllmObject,
     check_config,
     check_device_memory,
+    embeddings_warning,
     read_settings,
     shards_of,
 )
 from kvcached_client.vllm.worker import WorkerSide
-
-#: vLLM is untyped here.
-VllmObject: TypeAlias = Any
 
 
 class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -257,6 +256,8 @@ class KvcachedConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
         if self._is_described:
             return
+        if (warning := embeddings_warning(self._vllm_config)) is not None:
+            log.warning("kvcached: %s", warning)
         layout, self._is_described = common_layout(metadata, self._vllm_config, self._kv_cache_config), True
         description = EngineDescription(
             self._vllm_config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -18,10 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from kvcached_client.blocks.canonical import canonical_layout
 from kvcached_client.blocks.host_layout import CanonicalLayout
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, kv_heads
-
-#: vLLM is untyped here.
-VllmObject: TypeAlias = Any
+from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, VllmObject, kv_heads
 
 #: Whatever the order in memory, vLLM's tensor of a layer is [blocks, heads, tokens, content].
 _HEAD_DIMENSION: Final = -3

@@ -6,9 +6,10 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults, SupportsHMA
 
-from kvcached_client.vllm.connector import KvcachedConnector, VllmObject
+from kvcached_client.vllm.connector import KvcachedConnector
 from kvcached_client.vllm.groups import check_states, has_states
 from kvcached_client.vllm.scheduling.chains import Chains, unit_of
+from kvcached_client.vllm.settings import VllmObject
 
 
 class KvcachedHybridConnector(KvcachedConnector, SupportsHMA):  # type: ignore[misc]

@@ -58,6 +58,7 @@ Copies: TypeAlias = Literal["process", "thread"]
 #: vLLM is untyped here.
 VllmConfig: TypeAlias = Any
 KvCacheConfig: TypeAlias = Any
+VllmObject: TypeAlias = Any
 
 #: How long a thread may keep the interpreter lock while others wait for it. vLLM's main threads spin while they wait
 #: for each other; with Python's default of 5 ms, the daemon's thread and the copying thread would wait that long.
@@ -233,6 +234,23 @@ def _counts_media(config: VllmConfig) -> bool:
     media = getattr(config.model_config, "multimodal_config", None)
     is_hashed = media is None or media.mm_processor_cache_gb > 0 or config.cache_config.enable_prefix_caching
     return not is_hashed
+
+
+def embeddings_warning(config: VllmConfig) -> str | None:
+    """What to say where vLLM takes embeddings from its clients because it has a connector; None where it does not.
+
+    vLLM takes an engine whose connector loads for the half of a split deployment that is sent embeddings in place of
+    pictures. The process that reads requests creates no connector, so that a connector cannot undo this.
+    """
+    media = getattr(config.model_config, "multimodal_config", None)
+    if not getattr(media, "allow_missing_mm_embeddings", False):
+        return None
+    return (
+        "because it has a connector, this vLLM takes embeddings of pictures, sound and video from its clients, even "
+        "without the tensors, and such a request can end the engine: serve trusted clients only; or let a proxy refuse "
+        "parts of messages with image_embeds, audio_embeds or video_embeds; or, where only text is served, set "
+        "--language-model-only (vLLM 0.33)"
+    )
 
 
 def kv_heads(config: VllmConfig) -> int:

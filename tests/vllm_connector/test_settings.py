@@ -15,6 +15,7 @@ from kvcached_client.vllm.settings import (
     check_config,
     check_device_memory,
     check_version,
+    embeddings_warning,
     is_replicated,
     parallel_label,
     read_settings,
@@ -182,6 +183,20 @@ def test_single_rank_of_an_external_launcher_is_taken() -> None:
     """Where the only rank has the only scheduler, it does not matter who has launched it."""
     config = vllm_config(parallel_config__distributed_executor_backend="external_launcher")
     check_config(config, cache_config(), keeps_all_blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("media", "is_told"),
+    [
+        (None, False),
+        (SimpleNamespace(enable_mm_embeds=True, allow_missing_mm_embeddings=False), False),
+        (SimpleNamespace(enable_mm_embeds=True, allow_missing_mm_embeddings=True), True),
+    ],
+)
+def test_embeddings_that_clients_may_send_are_told(media: object, is_told: bool) -> None:
+    """People hear of embeddings that vLLM takes for the connector's sake, not of those that they allow themselves."""
+    warning = embeddings_warning(vllm_config(model_config__multimodal_config=media))
+    assert (warning is not None and "--language-model-only" in warning) is is_told
 
 
 @pytest.mark.parametrize("groups", [0, 2])
