@@ -168,7 +168,7 @@ class Cache:
     def open_session(self, replica: str, now_ms: int, *, counted: bool = True) -> ManagedSession:
         """Give a replica's pool to a new session. One engine at a time is the service's business.
 
-        What a session does that is not `counted` (a health check) is missing in the counters.
+        What a session does that is not `counted` (a health check) is missing in the counters and in the estimates.
 
         Raises:
             Refusal: see `Managed.open`.

@@ -105,6 +105,8 @@ class Clearings:
         self._worker_copies.pins.drop(tree)
         self._locks.drop(tree)
         announcements.renew(tree, namespace, generation)
+        if tree.reuse is not None:
+            tree.reuse.forget()
         before = tree.namespace
         tree.rename(namespace)  # first, so that who asks for what went now is told why it did
         for pool in tree.pools:

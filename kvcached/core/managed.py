@@ -204,8 +204,8 @@ class Managed:
             raise
         if self._locks.waiting:
             self._locks.acquired(session.id, keys, limit)
-        if tree.reuse is not None:
-            tree.reuse.asked(keys)
+        if session.reuse is not None:
+            session.reuse.asked(keys)
         session.counters["missed_blocks"] += len(keys) // KEY_SIZE - lease.hit
         return grant
 
@@ -268,8 +268,8 @@ class Managed:
             left = chained(later, left)  # in the order of their blocks, so that ranges may be named across the two
         if not count:
             return Commitment(lease.depth, 0, 0)
-        if tree.reuse is not None:
-            tree.reuse.stored(keys)
+        if session.reuse is not None:
+            session.reuse.stored(keys)
         held = tree.resolve(lease.run, lease.depth)
         run, duplicates = tree.commit(held, lease.depth, keys, slots, pool.index)
         tree.belong(run, lease.tenant)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvcached.core.eviction.reuse import TreeReuse
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.run_tree import resident
 from kvcached.core.index.tree import PrefixTree
@@ -44,6 +45,8 @@ class ManagedSession(Session):
         quarantined: slots that it could write when it expired.
         counters: where what it does is counted.
         writes_through: what it commits is to be copied to the host pool, when the policy says so.
+        reuse: told of what it asks for and commits; None for a health check, whose keys nobody asks for again, and
+            without a host pool.
         declaring: it is from before a restart, and has not said yet what it holds. All that it could write is in
             `quarantined` until it has.
         returning: its engine has come back after a restart, and may not have heard that all is declared: then it knows
@@ -63,6 +66,7 @@ class ManagedSession(Session):
     quarantined: Ranges[int] = field(default_factory=no_ranges)
     counters: Counter[str] = field(default_factory=Counter)
     writes_through: bool = False
+    reuse: TreeReuse | None = None
     declaring: bool = False
     returning: bool = False
     shared_copies: dict[int, SharedCopy] = field(default_factory=dict)
@@ -80,9 +84,10 @@ class ManagedSession(Session):
             raise Refusal(Why.FENCES_FULL, fences=len(self.holds))
 
     def count_in(self, counters: Counter[str]) -> None:
-        """It is an engine's, not a health check's: what it does is counted there, and copied to the host pool."""
+        """It is an engine's, not a health check's: what it does is counted, sampled, and copied to the host pool."""
         self.counters = counters
         self.writes_through = self.tree.host is not None
+        self.reuse = self.tree.reuse
 
     def slots_left(
         self, lease: ManagedLease, start: int, keys: bytes, slots: Ranges[int], fence: FenceSequence

@@ -203,6 +203,8 @@ class Namespaces:
         blocks = namespace.host.counts[SlotState.CACHED]
         self._trees.listener.cleared(namespace.spec.root, namespace.generation)
         self._retire(namespace.tree)
+        if namespace.tree.reuse is not None:
+            namespace.tree.reuse.forget()
         policy, namespace.generation = namespace.tree.write_policy, generation
         namespace.host, namespace.tree = self._trees.of_host(namespace.spec, policy, generation)
         return blocks

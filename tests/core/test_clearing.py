@@ -239,6 +239,27 @@ def test_cleared_blocks_are_told_of(new_tiers: Callable[..., Cache]) -> None:
     assert (miss.hit, miss.reason) == (0, MissReason.CLEARED)
 
 
+def test_estimates_begin_anew(new_tiers: Callable[..., Cache]) -> None:
+    """Of what engines asked for before a clear nothing counts afterwards, and the same work counts as the first did."""
+    cache = new_tiers("aB")
+    other, reuse = Engine(cache, "B"), cache.tree_of("a").reuse
+    other.store("xy")
+    assert reuse is not None
+    told = []
+    for _ in range(2):
+        engine = stored(cache, "abcd")
+        engine.acquire("abcd")
+        told.append(reuse.asked_blocks)
+        begin(cache)
+        assert cleared(cache) is not None
+        cache.handle(MembersDied(engine.session))
+        told.append(reuse.asked_blocks)
+
+    other_reuse = cache.tree_of("B").reuse
+    assert other_reuse is not None
+    assert (told, other_reuse.asked_blocks) == ([8, 0, 8, 0], 2)
+
+
 def test_replica_works_after_it(new_tiers: Callable[..., Cache]) -> None:
     """The next engine stores, loses its device copies and loads them back, as in a new pool."""
     cache = new_tiers()

@@ -123,6 +123,22 @@ def test_namespace_of_smaller_blocks_changes_no_estimate_of_the_others() -> None
     assert hits[4.0] == pytest.approx(hits[1.0], abs=0.02)
 
 
+def test_cleared_namespace_begins_anew_and_is_in_nobodys_way() -> None:
+    """Its estimates begin anew. Other namespaces' are as if nothing had lain between the two uses of a block."""
+    own = [prompt(f"own {part}", 40) for part in range(30)]  # 1,200 blocks of 2,000
+    sample = ReuseSample(_SLABS, rate_max=0.5)
+    stays, cleared = sample.of_tree(_SLOTS_PER_SLAB), sample.of_tree(_SLOTS_PER_SLAB)
+    for number in range(8):
+        for keys in own:
+            stays.asked(keys)
+        cleared.asked(prompt(f"other {number}", 2000))
+        cleared.stored(prompt(f"other {number}", 2000))
+        cleared.forget()
+
+    assert (cleared.asked_blocks, cleared.hit_ratios()) == (0, [])
+    assert stays.hit_ratios() == sampled(own * 8).hit_ratios()
+
+
 def test_each_namespace_competes_for_the_pool() -> None:
     """Blocks of one namespace push those of another out: the estimates are of one pool for both."""
     own = [prompt(f"small {part}", 40) for part in range(20)]  # 800 blocks of 2,000
@@ -149,6 +165,21 @@ def test_cache_samples_what_engines_ask_for_and_store() -> None:
     engine.acquire("abcdef")
     cache.settle()
     assert tree.reuse.asked_blocks == 10
+
+
+def test_cleared_generation_of_offload_engines_leaves_the_sample() -> None:
+    """What engines in offload mode asked for before a clear counts no longer, also while something holds their tree."""
+    cache: Cache = make_offload(slabs=4)
+    engine = OffloadEngine(cache)
+    before = cache.offload.sessions[engine.session].tree.reuse
+    engine.store("abcd")
+    engine.acquire("abcd")
+    cache.offload.clear(engine.session)
+    after = cache.offload.sessions[engine.session].tree.reuse
+    assert before is not None
+    assert after is not None
+    assert cache._reuse is not None
+    assert (before.asked_blocks, after.asked_blocks, cache._reuse.pending_blocks) == (0, 0, 0)
 
 
 def test_prompts_without_a_full_block_are_not_kept() -> None:

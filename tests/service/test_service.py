@@ -477,6 +477,19 @@ def test_health_counts_nowhere() -> None:
     assert {name: count for name, count in office.cache.counters.items() if count} == {"requests": 1}
 
 
+def test_estimates_are_of_what_engines_ask_for_alone() -> None:
+    """The keys of a health check, which nobody asks for again, are not in what `what-if` estimates from."""
+    office = Office(host_slabs=2)
+    tree = office.cache.tree_of("a")
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    assert tree.reuse is not None
+    assert office.cache._reuse is not None
+    before = tree.reuse.asked_blocks, office.cache._reuse.pending_blocks
+    assert health(office).ok
+    assert (tree.reuse.asked_blocks, office.cache._reuse.pending_blocks) == before == (3, 6)
+
+
 def test_health_of_a_replica_that_lost_its_worker() -> None:
     """A pool without workers is unhealthy and says so."""
     office = Office()

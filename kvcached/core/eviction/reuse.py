@@ -36,7 +36,7 @@ _WORDS_PER_KEY: Final = KEY_SIZE // 8
 
 
 class TreeReuse:
-    """How the blocks of one namespace's tree are used again. A cleared namespace gets a new one, or other keys.
+    """How the blocks of one namespace's tree are used again. A cleared namespace gets a new one, or begins anew.
 
     Attributes:
         asked_blocks: blocks of prompts that were asked for, as far back as they count.
@@ -44,12 +44,20 @@ class TreeReuse:
 
     def __init__(self, sample: ReuseSample, slots_per_slab: int) -> None:
         """Use `ReuseSample.of_tree`."""
-        self.asked_blocks = 0.0
         self.slabs_per_block = 1.0 / slots_per_slab
         self._sample = sample
+        self._reset()
+
+    def _reset(self) -> None:
+        self.asked_blocks = 0.0
         self._uses = 0
         self._sampled_blocks = 0.0
         self._by_size = [0.0] * len(SIZE_RATIOS)
+
+    def forget(self) -> None:
+        """The namespace was cleared: nothing of before counts, nor stands in the way of other namespaces' blocks."""
+        self._sample.forget(self)
+        self._reset()
 
     def asked(self, keys: bytes) -> None:
         """A request has asked for the blocks of its prompt."""
@@ -162,6 +170,13 @@ class ReuseSample:
             for block in reversed(sampled[first:end]):
                 self._use(tree, int(words[block, 0]), int(hashes[block]), is_asked=is_asked)
             first = end
+
+    def forget(self, tree: TreeReuse) -> None:
+        """Drop the blocks of a tree: nobody finds them again, and they take no room in a pool of any size."""
+        self.look()
+        is_dropped = np.zeros(self._blocks_max, np.bool_)
+        is_dropped[[place for (each, _), place in self._places.items() if each is tree]] = True
+        self._drop(is_dropped)
 
     def _use(self, tree: TreeReuse, name: int, hashed: int, *, is_asked: bool) -> None:
         if hashed >= self._limit:
