@@ -16,7 +16,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvcached.core.messages import TransferKind
-from kvcached.core.slots.states import DaemonState, PoolState, SlotState, TransferState
+from kvcached.core.slots.states import NO_MEMORY, DaemonState, PoolState, SlotState, TransferState
 from kvcached.log import escaped
 from kvcached.monitoring.counters import storage_totals, totals
 from kvcached.monitoring.timing import CopyTimes, Durations, Executor, RequestTimes
@@ -147,10 +147,11 @@ def _device_pools(snapshot: Snapshot) -> Iterator[Metric]:
         each.name: each.bytes_per_block * each.layout.shards for each in snapshot.description.replicas
     }  # fmt: skip
     slots = [((pool.replica, state), pool.states[state]) for pool in pools for state in _DEVICE_STATES]
-    sizes = [(values, count * block_bytes[values[0]]) for values, count in slots]
+    has_memory = {pool.replica: pool.state not in NO_MEMORY for pool in pools}
+    sizes = [((name, state), count * block_bytes[name] * has_memory[name]) for (name, state), count in slots]
     labels = ("replica", "state")
     yield _gauge("device_slots", "Slots of a device pool, by state.", slots, labels)
-    yield _gauge("device_bytes", "Memory of these slots, of all shards.", sizes, labels)
+    yield _gauge("device_bytes", "Memory of these slots, of all shards; 0 while the pool sleeps.", sizes, labels)
     states = [((pool.replica, str(state)), float(pool.state == state)) for pool in pools for state in PoolState]
     yield _gauge("device_pool_state", "1 for the state that a device pool is in, 0 for the others.", states, labels)
 
@@ -167,7 +168,8 @@ def _device_pools(snapshot: Snapshot) -> Iterator[Metric]:
     yield each("device_engines", "1 while an engine has a session on a device pool.", engines)
     yield each("device_epoch", "Epoch of a device pool; it changes when its memory is lost.", of("epoch"))
     yield each("device_paused", "1 while no copies are started for a device pool.", of("paused"))
-    yield each("workers_healthy", "1 while all workers of a replica live and it has its memory.", of("healthy"))
+    healthy = {pool.replica: float(pool.healthy and has_memory[pool.replica]) for pool in pools}
+    yield each("workers_healthy", "1 while all workers of a replica live and it has its memory.", healthy)
     yield each("workers_degraded", "1 while workers die repeatedly, or cannot be started.", of("degraded"))
     yield _restarts(pools)
 

@@ -13,11 +13,12 @@ from kvcached.core.messages import TransferKind
 from kvcached.core.slots.states import SlotState
 from kvcached.monitoring.counters import STORAGE_TOTALS, TOTALS
 from kvcached.monitoring.families import families
+from kvcached.service.replica import HeldMemory
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from tests.monitoring.registry import SLABS, STORAGE, exported_name, metrics_of, pages_of
 from tests.project.source_tree import ROOT
-from tests.service.office import EPOCH, SLAB_BYTES, FakePeer, Office, key_chain
+from tests.service.office import EPOCH, SLAB_BYTES, SLOTS, FakePeer, FakeWorkers, Office, key_chain
 from tests.service.offload_office import BLOCK_BYTES, OffloadOffice
 
 TENANT = ("blocks", "floor_blocks", "cap_blocks")
@@ -108,6 +109,28 @@ def test_work_moves_the_metrics(office: Office) -> None:
         if sample.labels["verb"] == "acquire"
     }
     assert durations["+Inf"] == 2
+
+
+def test_sleeping_pool_has_neither_bytes_nor_workers() -> None:
+    """A pool whose memory was given back is 0 bytes and has no healthy workers, also while its memory is made anew."""
+    office = Office("a", "b")
+    before = metrics_of(office)
+    office.ask_late(wire.Sleep(id=office.next_id(), target="a", deadline_ms=0))
+    falling = metrics_of(office)
+    office.holders["a"].sleep()
+    asleep = metrics_of(office)
+    office.ask_late(wire.Wake(id=office.next_id(), target="a"))
+    waking = metrics_of(office)
+    office.holders["a"].made.pop()(HeldMemory(FakeWorkers()))
+    awake = metrics_of(office)
+
+    every = (before, falling, asleep, waking, awake)
+    (block_bytes, _) = [replica.bytes_per_block * replica.layout.shards for replica in described(office).replicas]
+    assert [value(each, "kvcached_workers_healthy", replica="a") for each in every] == [1, 1, 0, 0, 1]
+    sizes = [value(each, "kvcached_device_bytes", replica="a", state="free") for each in every]
+    assert sizes == [SLOTS * block_bytes * has_memory for has_memory in (1, 1, 0, 0, 1)]
+    assert value(asleep, "kvcached_workers_healthy", replica="b") == 1
+    assert value(asleep, "kvcached_device_bytes", replica="b", state="free") == SLOTS * block_bytes
 
 
 def test_copies_of_an_engine_count_with_its_last_shard() -> None:
