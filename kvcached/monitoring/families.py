@@ -29,6 +29,8 @@ _NS_PER_S: Final = 1_000_000_000
 _SHARED: Final = "+"  #: between the names of replicas that share a namespace
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
+#: Namespaces with their labels.
+_Hosts = Iterable[tuple[tuple[str, str], HostStats]]
 
 
 class Snapshot(NamedTuple):
@@ -36,6 +38,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         stats, description, storage: as `kvcached stats`, `describe` and `storage` print them.
+        lasting_namespaces: by replica, digits that tell its namespace from others and stay when it is cleared.
         host_slabs, slab_bytes: of the host pool; 0 without one.
         request_times, copy_times: how long requests and copies take.
         waiting: replies that are owed, by what they wait for.
@@ -46,6 +49,7 @@ class Snapshot(NamedTuple):
     stats: StatsReport
     description: Description
     storage: StorageReport
+    lasting_namespaces: Mapping[str, str]
     host_slabs: int
     slab_bytes: int
     request_times: RequestTimes
@@ -184,26 +188,26 @@ def _restarts(pools: Iterable[PoolStats]) -> Metric:
 
 
 def _host_pool(snapshot: Snapshot) -> Iterator[Metric]:
-    hosts = snapshot.stats.hosts
+    hosts = [(_names(host, snapshot.lasting_namespaces), host) for host in snapshot.stats.hosts]
     yield _one("host_pool_bytes", "Size of the host pool; 0 without one.", snapshot.host_slabs * snapshot.slab_bytes)
-    free = snapshot.host_slabs - sum(host.slabs for host in hosts)
+    free = snapshot.host_slabs - sum(host.slabs for _, host in hosts)
     yield _one("host_free_bytes", "Part of the host pool that no namespace has.", free * snapshot.slab_bytes)
     slots: Counter[tuple[str, ...]] = Counter()
     sizes: Counter[tuple[str, ...]] = Counter()
-    for host in hosts:
+    for names, host in hosts:
         pool_bytes = snapshot.host_slabs * snapshot.slab_bytes
         slot_bytes = pool_bytes / host.slots if host.slots else 0.0  # with its header, and what a slab's end wastes
         for state in _HOST_STATES:
-            slots[*_names(host), state] += host.states[state]
-            sizes[*_names(host), state] += round(host.states[state] * slot_bytes)
+            slots[*names, state] += host.states[state]
+            sizes[*names, state] += round(host.states[state] * slot_bytes)
     labels = ("namespace", "name")
     yield _gauge("host_slots", "Slots of the slabs that a namespace has, by state.", slots.items(), (*labels, "state"))
     yield _gauge("host_bytes", "Memory of these slots, of all shards.", sizes.items(), (*labels, "state"))
 
     def each(name: str, meaning: str, field: str) -> Metric:
         numbers: Counter[tuple[str, ...]] = Counter()
-        for host in hosts:
-            numbers[_names(host)] += getattr(host, field)
+        for names, host in hosts:
+            numbers[names] += getattr(host, field)
         return _gauge(name, meaning, numbers.items(), labels)
 
     yield each("host_slabs", "Slabs of the host pool that a namespace has.", "slabs")
@@ -216,13 +220,13 @@ def _host_pool(snapshot: Snapshot) -> Iterator[Metric]:
     yield each("host_generation", "Generation of a namespace; it changes when the namespace is cleared.", "generation")
 
 
-def _hit_ratio_estimates(hosts: Iterable[HostStats]) -> Metric:
+def _hit_ratio_estimates(hosts: _Hosts) -> Metric:
     """Of namespaces whose labels are alike, the ratio is of the blocks of all of them."""
     hit: defaultdict[tuple[str, ...], float] = defaultdict(float)
     asked: Counter[tuple[str, ...]] = Counter()
-    for host in hosts:
+    for names, host in hosts:
         for each in host.hit_estimates:
-            values = (*_names(host), f"{each.size_ratio:g}")
+            values = (*names, f"{each.size_ratio:g}")
             hit[values] += each.hit_ratio * host.asked_blocks
             asked[values] += host.asked_blocks
     meaning = "Part of these blocks that a host pool of `size` times the size would hit."
@@ -230,22 +234,26 @@ def _hit_ratio_estimates(hosts: Iterable[HostStats]) -> Metric:
     return _gauge("host_hit_ratio_estimate", meaning, ratios, ("namespace", "name", "size"))
 
 
-def _tenants(hosts: Iterable[HostStats]) -> Iterator[Metric]:
+def _tenants(hosts: _Hosts) -> Iterator[Metric]:
     for name, meaning, field in (
         ("blocks", "Blocks of a tenant with a quota in the host pool.", "blocks"),
         ("floor_blocks", "Blocks that such a tenant does not lose to others.", "floor_blocks"),
         ("cap_blocks", "Blocks that such a tenant has at most.", "cap_blocks"),
     ):
         numbers: Counter[tuple[str, ...]] = Counter()
-        for host in hosts:
+        for names, host in hosts:
             for tenant in host.tenants:
-                numbers[*_names(host), escaped(tenant.tenant)] += getattr(tenant, field)
+                numbers[*names, escaped(tenant.tenant)] += getattr(tenant, field)
         yield _gauge(f"host_tenant_{name}", meaning, numbers.items(), ("namespace", "name", "tenant"))
 
 
-def _names(host: HostStats) -> tuple[str, str]:
-    """A namespace's labels. Those of namespaces that were cleared while slots are in use are alike."""
-    return host.namespace, escaped(host.label) or _SHARED.join(host.replicas)
+def _names(host: HostStats, lasting: Mapping[str, str]) -> tuple[str, str]:
+    """A namespace's labels. Those of namespaces that were cleared while slots are in use are alike.
+
+    They stay when a namespace is cleared: else each clear of replicas, whose root it changes, would begin new series.
+    """
+    namespace = lasting[host.replicas[0]] if host.replicas else host.namespace
+    return namespace, escaped(host.label) or _SHARED.join(host.replicas)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ class DaemonPages:
             stats=self._ask(wire.StatsReport, wire.Stats(id=0)),
             description=self._ask(wire.Description, wire.Describe(id=0)),
             storage=self._ask(wire.StorageReport, wire.StorageControl(id=0, action="status")),
+            lasting_namespaces=self._service.reports.lasting_namespaces(),
             host_slabs=self._host.slabs,
             slab_bytes=self._host.slab_bytes,
             request_times=self._service.request_times,

@@ -39,13 +39,7 @@ _NAMESPACE_BYTES: Final = 32
 NAMES_MAX: Final = 16_384
 #: The states that a slot of a device pool can have, and those of a slot of the host pool.
 _DEVICE_STATES: Final = tuple(state for state in SlotState if state is not SlotState.ABSENT)
-_HOST_STATES: Final = (
-    SlotState.FREE,
-    SlotState.CACHED,
-    SlotState.FILLING,
-    SlotState.QUARANTINED,
-    SlotState.ABSENT,
-)
+_HOST_STATES: Final = (SlotState.FREE, SlotState.CACHED, SlotState.FILLING, SlotState.QUARANTINED, SlotState.ABSENT)
 
 Replicas = Mapping[str, Replica]
 
@@ -106,6 +100,10 @@ class ReportVerbs:
         space = _space_of(self._cache, tree)
         namespace = _namespace(self._cache, tree, self._replicas)[:NAMESPACE_SHOWN_BYTES].hex()
         return namespace, "" if space is None else space.spec.label
+
+    def lasting_namespaces(self) -> dict[str, str]:
+        """The first digits of each replica's namespace before any clear: unlike those of the present one they stay."""
+        return {name: each.header_namespace[:NAMESPACE_SHOWN_BYTES].hex() for name, each in self._replicas.items()}
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
         uptime_ms, state, pools = self._now_ms() - self._started_ms, self._drain_state.state, self._engine_pools

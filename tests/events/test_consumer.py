@@ -24,7 +24,7 @@ def follower(publisher: Publisher) -> Iterator[Any]:
 
 
 def test_consumer_of_the_document_is_exact(publisher: Publisher, follower: Any) -> None:
-    """It begins with a snapshot, follows what comes, and is exact after a gap that is longer than what is kept."""
+    """It begins with a snapshot, is exact after a gap that is longer than what is kept, and keeps no empty set."""
     publisher.store(10)
     follower.follow()
     assert follower.blocks == publisher.right()
@@ -41,3 +41,8 @@ def test_consumer_of_the_document_is_exact(publisher: Publisher, follower: Any) 
     while follower.last < publisher.last:
         follower.follow()
     assert follower.blocks == publisher.right()
+
+    publisher.clear()
+    while follower.last < publisher.last:
+        follower.follow()
+    assert follower.blocks == {}

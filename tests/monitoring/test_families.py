@@ -190,6 +190,34 @@ def paused(metrics: dict[str, Metric]) -> float:
     return count
 
 
+def test_clear_begins_no_new_series() -> None:
+    """Samples of a namespace of replicas keep their labels after a clear and new weights, and its generation grows."""
+    office = Office("a", "b", host_slabs=SLABS)
+    office.enter(FakePeer(1))
+    office.store(key_chain(3))
+    office.workers["a"].end_all()
+    seen = []
+    for request in (
+        wire.ClearNamespace(id=office.next_id(), target="b"),
+        wire.SetWeights(id=office.next_id(), target="a", version="step 2"),
+    ):
+        seen.append(metrics_of(office))
+        office.expect(wire.NamespaceCleared, request)
+    seen.append(metrics_of(office))
+
+    labels = {"namespace": (b"n" * 8).hex(), "name": "a+b"}
+    assert [value(each, "kvcached_host_generation", **labels) for each in seen] == [0, 1, 2]
+    assert [value(each, "kvcached_host_slots", **labels, state="cached") for each in seen] == [3, 0, 0]
+    before, *after = [series_of(each) for each in seen]
+    assert all(each == before for each in after)
+
+
+def series_of(metrics: dict[str, Metric]) -> set[tuple[str, ...]]:
+    """The series of the host pool."""
+    samples = [each for family in metrics.values() for each in family.samples if "_host_" in each.name]
+    return {(each.name, *each.labels.values()) for each in samples}
+
+
 def test_namespaces_of_one_name_are_one_sample(office: Office) -> None:
     """Namespaces that were cleared while slots are in use have the same labels: their numbers are added up."""
     office.enter(FakePeer(1))

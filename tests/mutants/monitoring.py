@@ -94,7 +94,7 @@ def counter_missing_until_it_counts(patch: pytest.MonkeyPatch) -> None:
 def sample_twice(patch: pytest.MonkeyPatch) -> None:
     """Two cleared namespaces make two samples with the same labels, which scrapers refuse."""
     serial = iter(range(1000))
-    patch.setattr(families, "_names", lambda host: (f"{host.namespace}{next(serial)}", host.label))
+    patch.setattr(families, "_names", lambda host, _: (f"{host.namespace}{next(serial)}", host.label))
 
 
 @caught_by("tests/monitoring/test_timing.py::test_late_reply_is_timed_when_it_is_sent")

@@ -208,6 +208,7 @@ class Office:
                 generation=generation,
                 workers=self.workers[name],
                 holder=self.holders[name],
+                header_namespace=b"n" * 16,
                 root_of=root_of,
             )
             for name in names
