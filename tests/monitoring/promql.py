@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import promql_parser as promql
@@ -59,13 +60,37 @@ def evaluate(node: promql.Expr, samples: Samples, at_s: float) -> dict[Labels, f
     if isinstance(node, promql.AggregateExpr) and str(node.op) == "sum" and node.modifier is not None:
         sums: dict[Labels, float] = defaultdict(float)
         for labels, value in evaluate(node.expr, samples, at_s).items():
-            sums[frozenset(each for each in labels if each[0] in node.modifier.labels)] += value
+            sums[_only(labels, node.modifier.labels)] += value
         return sums
     if isinstance(node, promql.BinaryExpr) and isinstance(node.rhs, promql.NumberLiteral):
         holds = {"==": float.__eq__, ">": float.__gt__, "<": float.__lt__}[str(node.op)]
         vector = evaluate(node.lhs, samples, at_s)
         return {labels: value for labels, value in vector.items() if holds(float(value), node.rhs.val)}
+    if isinstance(node, promql.BinaryExpr):
+        return _combined(node, evaluate(node.lhs, samples, at_s), evaluate(node.rhs, samples, at_s))
     raise NotImplementedError(type(node))
+
+
+def _combined(node: promql.BinaryExpr, left: dict[Labels, float], right: dict[Labels, float]) -> dict[Labels, float]:
+    """What an operator makes of two vectors; division of those with the same labels alone."""
+    matching = None if node.modifier is None else node.modifier.matching
+    match str(node.op):
+        case "/" if matching is None:
+            return {labels: _quotient(value, right[labels]) for labels, value in left.items() if labels in right}
+        case "or" if matching is None:
+            return right | left
+        case "and" if matching is not None and matching.type == promql.LabelModifierType.Include:
+            present = {_only(labels, matching.labels) for labels in right}
+            return {labels: value for labels, value in left.items() if _only(labels, matching.labels) in present}
+    raise NotImplementedError(node.op)
+
+
+def _quotient(value: float, by: float) -> float:
+    return value / by if by else math.copysign(math.inf, value) if value else math.nan
+
+
+def _only(labels: Labels, names: Iterable[str]) -> Labels:
+    return frozenset(each for each in labels if each[0] in names)
 
 
 def fires_at_s(rule: Mapping[str, str], samples: Samples, end_s: float, every_s: float = 15.0) -> float | None:

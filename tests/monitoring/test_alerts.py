@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, repeat
 
 import pytest
 import yaml
 
+from kvcached.core.slots.states import PoolState
 from kvcached.monitoring.families import STORAGE_STATES
 from kvcached.storage.client import FIRST_PAUSE_S, HUNG_TIMEOUTS, LONGEST_PAUSE_S
 from tests.monitoring.promql import Samples, fires_at_s
@@ -102,3 +103,52 @@ def test_clears_that_are_not_followed_are_told(away_s: float, fires: bool) -> No
         samples.add("kvcached_storage_record_age_seconds", at_s, age_s, {"instance": "node"})
 
     assert (fires_at_s(rule_of("KvcachedClearsNotFollowed"), samples, HOUR_S) is not None) == fires
+
+
+def slots_for(lasts_s: float, metric: str, place: Mapping[str, str], slots: Mapping[str, int]) -> Samples:
+    """Samples of an hour: slots that are so in the middle of it, and else free."""
+    samples, scrape_s, began_s = Samples(), 15.0, 1000.0
+    for number in range(int(HOUR_S / scrape_s)):
+        at_s = number * scrape_s
+        is_so = began_s <= at_s < began_s + lasts_s
+        for state in ("free", "cached", "filling", "quarantined"):
+            count = slots.get(state, 0) if is_so else sum(slots.values()) * (state == "free")
+            samples.add(metric, at_s, float(count), {"instance": "node", "state": state, **place})
+    return samples
+
+
+DEVICE = ("kvcached_device_slots", {"replica": "a"})
+HOST = ("kvcached_host_slots", {"namespace": "03" * 8, "name": "qwen3-8b"})
+
+
+@pytest.mark.parametrize(
+    ("place", "slots", "lasts_s", "fires"),
+    [
+        (DEVICE, {"free": 12, "quarantined": 4}, 600.0, True),
+        (DEVICE, {"free": 13, "quarantined": 3}, 600.0, False),
+        (HOST, {"free": 900, "cached": 75, "quarantined": 25}, 600.0, True),
+        (HOST, {"free": 900, "cached": 80, "filling": 5, "quarantined": 15}, 600.0, False),
+        (HOST, {"free": 1000}, 600.0, False),
+        (HOST, {"free": 900, "quarantined": 100}, 120.0, False),
+    ],
+)
+def test_slots_that_stay_set_aside_are_told(
+    place: tuple[str, dict[str, str]], slots: dict[str, int], lasts_s: float, fires: bool
+) -> None:
+    """A fifth of a device pool, or of the host slots that a namespace uses, fires; less does not, nor a short time."""
+    samples = slots_for(lasts_s, *place, slots)
+
+    assert (fires_at_s(rule_of("KvcachedSlotsQuarantined"), samples, HOUR_S) is not None) == fires
+
+
+@pytest.mark.parametrize(("state", "fires"), [("awake", True), ("asleep", False), ("waking", False)])
+def test_only_a_pool_that_is_awake_misses_its_workers(state: str, fires: bool) -> None:
+    """No healthy workers fire where the pool is awake; one that sleeps has none on purpose."""
+    samples = Samples()
+    for number in range(int(HOUR_S / 15.0)):
+        samples.add("kvcached_workers_healthy", number * 15.0, 0.0, {"instance": "node", "replica": "a"})
+        for each in PoolState:
+            labels = {"instance": "node", "replica": "a", "state": str(each)}
+            samples.add("kvcached_device_pool_state", number * 15.0, float(each == state), labels)
+
+    assert (fires_at_s(rule_of("KvcachedWorkersDown"), samples, HOUR_S) is not None) == fires
