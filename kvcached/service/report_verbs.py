@@ -102,7 +102,7 @@ class ReportVerbs:
         return namespace, "" if space is None else space.spec.label
 
     def lasting_namespaces(self) -> dict[str, str]:
-        """The first digits of each replica's namespace before any clear: unlike those of the present one they stay."""
+        """Digits by replica that tell its namespace from others; a clear changes its root, and these stay."""
         return {name: each.header_namespace[:NAMESPACE_SHOWN_BYTES].hex() for name, each in self._replicas.items()}
 
     def _stats(self, _: bytes, request: wire.Stats, __: list[bytes]) -> Answer:
