@@ -51,6 +51,8 @@ _BYTE_RATES: Final = {
     "MiB fetched from storage": ("storage_load",),
 }
 _MIB: Final = 1 << 20
+#: Blocks that `host_hit_blocks` counts and `missed_blocks` as well.
+_UNLOADED: Final = ("load_below_threshold_blocks", "load_over_quota_blocks")
 #: Counters that mean trouble as soon as they grow.
 _TROUBLES: Final = (
     *("store_failed_blocks", "load_failed_blocks", "corrupt_blocks", "backup_failed_blocks", "prefetch_failed_blocks"),
@@ -59,7 +61,10 @@ _TROUBLES: Final = (
 
 
 class Hits(NamedTuple):
-    """Full blocks of acquired prompts, by where they were found."""
+    """Full blocks of acquired prompts, by where they were found.
+
+    Those in the host pool that were not loaded had to be computed: they are missed, and not hits of the host pool.
+    """
 
     device: int = 0
     host: int = 0
@@ -68,7 +73,9 @@ class Hits(NamedTuple):
     @classmethod
     def of(cls, counters: Mapping[str, int]) -> Hits:
         """Those that a report counts."""
-        return cls(*(counters.get(name, 0) for name in ("hit_blocks", "host_hit_blocks", "missed_blocks")))
+        unloaded = sum(counters.get(name, 0) for name in _UNLOADED)
+        device, host, missed = (counters.get(name, 0) for name in ("hit_blocks", "host_hit_blocks", "missed_blocks"))
+        return cls(device, host - unloaded, missed)
 
     def since(self, earlier: Hits) -> Hits:
         """Those that came after an earlier report of the same daemon."""
@@ -76,7 +83,7 @@ class Hits(NamedTuple):
 
     @property
     def rate(self) -> float | None:
-        """The part that was found, 0 to 1; None if nothing was asked for."""
+        """The part that did not have to be computed, 0 to 1; None if nothing was asked for."""
         return (self.device + self.host) / total if (total := sum(self)) else None
 
 

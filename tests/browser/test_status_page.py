@@ -128,7 +128,8 @@ def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
     told = status(page)
     (pool,), counters = told["pools"], told["counters"]
     in_host = sum(host["states"]["cached"] for host in told["hosts"])
-    hits = counters["hit_blocks"] + counters.get("host_hit_blocks", 0)
+    unloaded = counters.get("load_below_threshold_blocks", 0) + counters.get("load_over_quota_blocks", 0)
+    hits = counters["hit_blocks"] + counters.get("host_hit_blocks", 0) - unloaded
 
     assert page.text("state") == "serving"
     assert page.text("facts").startswith(f"{told['version']} · up ")
@@ -146,6 +147,20 @@ def test_page_shows_the_figures_of_the_status(page: Shown) -> None:
     assert "acquire" in {row[0] for row in page.rows("requests")}
     assert any(row[0] == "device to host pool, by workers" for row in page.rows("copies"))
     assert page.driver.find_elements(By.CSS_SELECTOR, "#charts svg path.line, #charts svg path.area")
+
+
+def test_blocks_that_are_not_loaded_are_no_hits(page: Shown) -> None:
+    """Blocks of the host pool that were computed instead of loaded are missed, and nothing else."""
+    unloaded = {"load_below_threshold_blocks": 3, "load_over_quota_blocks": 1}
+    counters = {"hit_blocks": 2, "host_hit_blocks": 6, "missed_blocks": 6, **unloaded}
+    script = """
+        const [counters, done] = arguments;
+        import("/page/history.js").then((page) => done(page.hits({ counters: {} }, { counters })));
+    """
+
+    shares = page.driver.execute_async_script(script, counters)
+
+    assert shares == {"device": 0.2, "host": 0.2, "missed": 0.6, "rate": 0.4}
 
 
 def test_sizes_are_the_estimates_of_the_status(page: Shown) -> None:

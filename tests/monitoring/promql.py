@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -50,33 +51,36 @@ def evaluate(node: promql.Expr, samples: Samples, at_s: float) -> dict[Labels, f
     """The vector that an expression is at a time."""
     if isinstance(node, promql.VectorSelector):
         return dict(samples.within(node, at_s, _LOOKBACK_S))  # the latest of a series is the last one
-    if isinstance(node, promql.Call) and node.func.name == "avg_over_time":
-        (argument,) = node.args
-        assert isinstance(argument, promql.MatrixSelector)
-        found = defaultdict(list)
-        for labels, value in samples.within(argument.vector_selector, at_s, argument.range.total_seconds()):
-            found[labels].append(value)
-        return {labels: sum(values) / len(values) for labels, values in found.items()}
-    if isinstance(node, promql.AggregateExpr) and str(node.op) == "sum" and node.modifier is not None:
+    if isinstance(node, promql.ParenExpr):
+        return evaluate(node.expr, samples, at_s)
+    if isinstance(node, promql.Call):
+        return _over_time(node, samples, at_s)
+    if isinstance(node, promql.AggregateExpr) and str(node.op) == "sum":
+        kept = () if node.modifier is None else node.modifier.labels
         sums: dict[Labels, float] = defaultdict(float)
         for labels, value in evaluate(node.expr, samples, at_s).items():
-            sums[_only(labels, node.modifier.labels)] += value
+            sums[_only(labels, kept)] += value
         return sums
-    if isinstance(node, promql.BinaryExpr) and isinstance(node.rhs, promql.NumberLiteral):
-        holds = {"==": float.__eq__, ">": float.__gt__, "<": float.__lt__}[str(node.op)]
-        vector = evaluate(node.lhs, samples, at_s)
-        return {labels: value for labels, value in vector.items() if holds(float(value), node.rhs.val)}
     if isinstance(node, promql.BinaryExpr):
-        return _combined(node, evaluate(node.lhs, samples, at_s), evaluate(node.rhs, samples, at_s))
+        return _binary(node, samples, at_s)
     raise NotImplementedError(type(node))
 
 
+def _binary(node: promql.BinaryExpr, samples: Samples, at_s: float) -> dict[Labels, float]:
+    """What an operator makes of two vectors, or of a vector and a number."""
+    if str(node.op) in _ARITHMETIC:
+        return _calculated(node, samples, at_s)
+    left = evaluate(node.lhs, samples, at_s)
+    if isinstance(node.rhs, promql.NumberLiteral):
+        holds = {"==": float.__eq__, ">": float.__gt__, "<": float.__lt__}[str(node.op)]
+        return {labels: value for labels, value in left.items() if holds(float(value), node.rhs.val)}
+    return _combined(node, left, evaluate(node.rhs, samples, at_s))
+
+
 def _combined(node: promql.BinaryExpr, left: dict[Labels, float], right: dict[Labels, float]) -> dict[Labels, float]:
-    """What an operator makes of two vectors; division of those with the same labels alone."""
+    """What a set operator makes of two vectors."""
     matching = None if node.modifier is None else node.modifier.matching
     match str(node.op):
-        case "/" if matching is None:
-            return {labels: _quotient(value, right[labels]) for labels, value in left.items() if labels in right}
         case "or" if matching is None:
             return right | left
         case "and" if matching is not None and matching.type == promql.LabelModifierType.Include:
@@ -89,8 +93,34 @@ def _quotient(value: float, by: float) -> float:
     return value / by if by else math.copysign(math.inf, value) if value else math.nan
 
 
+_ARITHMETIC = {"+": operator.add, "-": operator.sub, "/": _quotient}
+
+
 def _only(labels: Labels, names: Iterable[str]) -> Labels:
     return frozenset(each for each in labels if each[0] in names)
+
+
+def _over_time(node: promql.Call, samples: Samples, at_s: float) -> dict[Labels, float]:
+    (argument,) = node.args
+    assert isinstance(argument, promql.MatrixSelector)
+    range_s = argument.range.total_seconds()
+    found = defaultdict(list)
+    for labels, value in samples.within(argument.vector_selector, at_s, range_s):
+        found[labels].append(value)
+    if node.func.name == "avg_over_time":
+        return {labels: sum(values) / len(values) for labels, values in found.items()}
+    if node.func.name == "rate":  # of counters that are not reset; and of the samples, not of the whole range
+        return {labels: (values[-1] - values[0]) / range_s for labels, values in found.items() if len(values) > 1}
+    raise NotImplementedError(node.func.name)
+
+
+def _calculated(node: promql.BinaryExpr, samples: Samples, at_s: float) -> dict[Labels, float]:
+    """What arithmetic makes of two vectors, by their labels, or of a number and a vector."""
+    calculate, right = _ARITHMETIC[str(node.op)], evaluate(node.rhs, samples, at_s)
+    if isinstance(node.lhs, promql.NumberLiteral):
+        return {labels: calculate(node.lhs.val, value) for labels, value in right.items()}
+    left = evaluate(node.lhs, samples, at_s)
+    return {labels: calculate(left[labels], right[labels]) for labels in left.keys() & right.keys()}
 
 
 def fires_at_s(rule: Mapping[str, str], samples: Samples, end_s: float, every_s: float = 15.0) -> float | None:

@@ -50,7 +50,15 @@ def queries() -> Iterator[tuple[str, str]]:
     for panel in panels():
         for target in panel["targets"]:
             yield panel["title"], target["expr"]
-    yield from re.findall(r"^\| ([^`|]+) \| `(.*kvcached_.*)` \|$", PAGE.read_text(), re.MULTILINE)
+    yield from page_queries()
+
+
+def page_queries() -> Iterator[tuple[str, str]]:
+    """Every query of the page: the hit rate's, which is long, and those of a table."""
+    page = PAGE.read_text()
+    (hit_rate,) = re.findall(r"```promql\n(.*?)```", page, re.DOTALL)
+    yield "hit rate", hit_rate
+    yield from re.findall(r"^\| ([^`|]+) \| `(.*kvcached_.*)` \|$", page, re.MULTILINE)
 
 
 def used(query: str) -> tuple[list[promql.VectorSelector], set[str]]:

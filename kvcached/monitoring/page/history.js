@@ -49,7 +49,10 @@ export const grown = (earlier, later, name) => (later.counters[name] ?? 0) - (ea
 
 /** Blocks of prompts by where they were found, as shares; null if nothing was asked for. */
 export function hits(earlier, later) {
-  const [device, host, missed] = ["hit_blocks", "host_hit_blocks", "missed_blocks"].map((name) => grown(earlier, later, name));
+  const of = (name) => grown(earlier, later, name);
+  const [device, missed] = [of("hit_blocks"), of("missed_blocks")];
+  // Blocks in the host pool that were not loaded had to be computed: they are in `missed_blocks`, too.
+  const host = of("host_hit_blocks") - of("load_below_threshold_blocks") - of("load_over_quota_blocks");
   const all = device + host + missed;
   return all > 0 ? { device: device / all, host: host / all, missed: missed / all, rate: (device + host) / all } : null;
 }
