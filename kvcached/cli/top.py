@@ -172,7 +172,7 @@ def top(interval_s: float, samples: int | None, run_dir: Path | None, *, as_json
     history = _begun(run_dir)
     later = _later_samples(interval_s, samples, run_dir)
     with suppress(KeyboardInterrupt):  # which is how it ends
-        if sys.stdout.isatty() and not as_json:
+        if not as_json and _can_show_pictures():
             _show_pictures(history, later)
         else:
             _print_lines(history, later, as_json=as_json)
@@ -248,6 +248,15 @@ def _cells(history: History) -> list[str]:
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
+def _can_show_pictures() -> bool:
+    """Whether stdout is a terminal that can replace one picture by the next: with ``TERM=dumb`` it cannot."""
+    if not sys.stdout.isatty():
+        return False
+    from rich.console import Console
+
+    return not Console().is_dumb_terminal
+
+
 def _show_pictures(history: History, later: Iterator[Sample | str]) -> None:
     from rich.live import Live
 
@@ -259,7 +268,7 @@ def _show_pictures(history: History, later: Iterator[Sample | str]) -> None:
 
 
 def picture(history: History, failure: str = "") -> RenderableType:
-    """A screen for a terminal: state, hits, tiers, rates, and what is wrong.
+    """A screen for a terminal: state, what is wrong, hits, tiers, rates. What a small one cuts off is the end.
 
     Args:
         history: with a sample at least.
@@ -273,6 +282,7 @@ def picture(history: History, failure: str = "") -> RenderableType:
     head = f"kvcached: {state}, up {_duration(report.uptime_ms / 1000)}, epoch {report.daemon_epoch}"
     parts: list[RenderableType] = [
         Text(f"{head}, sessions: {report.sessions}, cached blocks: {report.cached_blocks:,}", style="bold"),
+        *_trouble_lines(history, failure),
         Text(),
         _hit_table(history),
         Text(f"hit rate  {_line_of_past(history.hit_rates())}"),
@@ -280,7 +290,6 @@ def picture(history: History, failure: str = "") -> RenderableType:
         _tier_table(report),
         Text(),
         _rate_table(history),
-        *_trouble_lines(history, failure),
     ]
     return Group(*parts)
 
@@ -348,7 +357,7 @@ def _trouble_lines(history: History, failure: str) -> list[Text]:
     growth = history.latest.growth(history.first)
     grown = {name: growth.get(name, 0) for name in growth if name in _TROUBLES or name.startswith("errors_")}
     lines += [f"{name.replace('_', ' ')}: +{count:,}" for name, count in sorted(grown.items()) if count]
-    return [Text(), *(Text(line, style="yellow") for line in lines)] if lines else []
+    return [Text(line, style="yellow") for line in lines]
 
 
 def _table(*columns: str) -> Table:

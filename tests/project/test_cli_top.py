@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from rich.screen import Screen
 
 import kvcached_client
 from kvcached.__main__ import _told
@@ -149,6 +152,44 @@ def test_picture_can_be_drawn_in_every_encoding(encoding: str, tmp_path: Path) -
     seen = (tmp_path / "seen").read_text(encoding=encoding)
     assert "hit rate  7" in seen
     assert re.search(r"^device of \?\? +#+-+ ", seen, re.MULTILINE)
+
+
+@pytest.mark.parametrize("failure", ["", "gone"])
+def test_troubles_are_seen_on_a_terminal_of_24_rows(failure: str) -> None:
+    """What is wrong stands directly behind the headline: a small terminal cuts off the rest."""
+    golden = report({})
+    pools = tuple(msgspec.structs.replace(pool, state="awake", paused=True, trouble="") for pool in golden.pools)
+    shown = History()
+    shown.add(Sample(0.0, report({}, pools=pools)))
+    console = Console(width=80, height=24, color_system=None)
+    with console.capture() as capture:
+        console.print(Screen(picture(shown, failure)))
+
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+
+    assert len(lines) == 24
+    troubles = lines[2 : lines.index("")]  # the headline takes two rows of 80 columns
+    assert troubles == [
+        *([f"no answer, the picture is old: {failure}"] if failure else []),
+        *(f"replica {pool.replica}: degraded, paused" for pool in pools),
+    ]
+
+
+def test_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that cannot replace a picture by the next one gets what there is without a terminal."""
+    monkeypatch.setattr(kvcached_client, "Admin", ListedReports(report({}), report({"hit_blocks": 9})))
+    monkeypatch.setenv("TERM", "dumb")
+    terminal, end = os.openpty()
+    os.set_blocking(terminal, False)
+    with os.fdopen(end, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        main([*ASKED, "--samples", "1"], standalone_mode=False)
+        stdout.flush()
+        heading, line = os.read(terminal, 1 << 16).decode().splitlines()
+    os.close(terminal)
+
+    assert heading.split()[:4] == ["device", "host", "missed", "hits"]
+    assert line.split()[:4] == ["9", "0", "0", "100%"]
 
 
 def test_picture_fits_a_terminal_of_80_columns() -> None:
