@@ -29,7 +29,7 @@ from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
 from kvcached.core.generations import RANDOM_BITS, Edition, Generations
 from kvcached.core.messages import Ticked
-from kvcached.events_start import start_events
+from kvcached.doors import open_events, open_http, open_tcp
 from kvcached.garbage import only_young
 from kvcached.memory.available import NotEnoughMemory, await_available
 from kvcached.memory.host_pool import HostHeaders, HostMemory
@@ -58,7 +58,7 @@ from kvcached.service.offload.admission import HostShare
 from kvcached.service.replica import Replica
 from kvcached.service.service import Service
 from kvcached.service.state_writer import StatePlace
-from kvcached.start_errors import EVENTS, HTTP, TCP, LedgerUnusable, StartError, start_error
+from kvcached.start_errors import LedgerUnusable, StartError, start_error
 from kvcached.stopping import Stop
 from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
 from kvcached.storage.process import MODULE as STORAGE_MODULE
@@ -219,11 +219,11 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
             service.wait_for_device(name)
         news.tell_to(service)
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
-        await _open_events(config, cache, service, parts, is_takeover=is_takeover)
+        await open_events(config, cache, service, parts, is_takeover=is_takeover)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
-        _open_tcp(config, service, parts, is_takeover=is_takeover)  # first: at the end it sends the last replies
+        open_tcp(config, service, parts, is_takeover=is_takeover)  # first: at the end it sends the last replies
         _open_sockets(config, service, attach, parts)
-        _open_http(config, service, attach, parts, is_takeover=is_takeover)
+        open_http(config, service, attach, parts, is_takeover=is_takeover)
     except (RequestError, NotEnoughMemory, DeviceError, OSError) as error:
         raise start_error(error) from error
     except Exception as error:
@@ -322,65 +322,7 @@ def _open_sockets(config: Config, service: Service, attach: AttachServer, parts:
     parts.callback(rpc.serve_rest)
     rpc.start(loop)
     paths = [socket_path(config.run_dir, name) for name in (ATTACH_SOCKET_NAME, RPC_SOCKET_NAME)]
-    service.health.sockets = [SocketFile.at(path) for path in paths]
-
-
-async def _open_events(
-    config: Config, cache: Cache, service: Service, parts: AsyncExitStack, *, is_takeover: bool
-) -> None:
-    """Publish events, if that is configured. A takeover goes on without, as in `_open_http`.
-
-    Raises:
-        OSError: an endpoint cannot be bound.
-    """
-    try:
-        await start_events(config, cache, service, parts)
-    except OSError as error:
-        EVENTS.stay_closed(error, is_takeover=is_takeover)
-
-
-def _open_http(
-    config: Config, service: Service, attach: AttachServer, parts: AsyncExitStack, *, is_takeover: bool
-) -> None:
-    """Serve metrics and health, if that is configured. A takeover goes on without: a port is no reason to lose memory.
-
-    Raises:
-        OSError: the address cannot be bound.
-        RequestError: a package is missing.
-    """
-    if config.http is None:
-        return
-    try:
-        from kvcached.monitoring.pages import DaemonPages, HostSize  # noqa: PLC0415 - needs an extra
-        from kvcached.server.http import HttpServer  # noqa: PLC0415 - as above
-
-        size = HostSize() if config.host is None else HostSize(config.host.slabs, config.host.slab_bytes)
-        http = HttpServer(config.http.address, DaemonPages(service, size, attach.refusals), attach.access)
-        parts.callback(http.close)
-        http.start()
-    except (OSError, ImportError) as error:
-        HTTP.stay_closed(error, is_takeover=is_takeover)
-
-
-def _open_tcp(config: Config, service: Service, parts: AsyncExitStack, *, is_takeover: bool) -> None:
-    """Serve other machines, if that is configured. A takeover goes on without, as in `_open_http`.
-
-    Raises:
-        OSError: the address cannot be bound.
-        RequestError: the key file cannot be used, or a package is missing.
-    """
-    if config.tcp is None:
-        return
-    try:
-        from kvcached.server.tcp import TcpDoor  # noqa: PLC0415 - needs an extra
-
-        rpc = RpcServer(TcpDoor(config.tcp), service)
-        parts.callback(rpc.close)
-        rpc.start(asyncio.get_running_loop())
-    except (OSError, ImportError, RequestError) as error:
-        TCP.stay_closed(error, is_takeover=is_takeover)
-    else:
-        log.info("other machines are served at %s: %d keys are let in", rpc.endpoint, len(config.tcp.client))
+    service.health.sockets += [SocketFile.at(path) for path in paths]
 
 
 def _start_clock(service: Service, interval_s: float, parts: AsyncExitStack) -> None:

@@ -9,18 +9,19 @@ from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
 from kvcached.events.server import Endpoints, EventServer
 from kvcached.events.stream import EventStream
+from kvcached.process.seqpacket import SocketFile
 from kvcached.service.service import Service
 
 
-async def start_events(config: Config, cache: Cache, service: Service, parts: AsyncExitStack) -> None:
-    """Publish what changes in the index from now on, if the configuration says so.
+async def start_events(config: Config, cache: Cache, service: Service, parts: AsyncExitStack) -> list[SocketFile]:
+    """Publish what changes in the index from now on, if the configuration says so; the files of its sockets.
 
     Raises:
         OSError: an endpoint cannot be bound; nothing is published, and the text begins with the key in `[events]`.
     """
     table = config.events
     if table is None:
-        return
+        return []
     stream = EventStream(
         cache.index_changes, cache.announced, topic=table.topic, epoch=cache.epoch, buffer_bytes=table.buffer_bytes,
         now_s=time.time,
@@ -34,3 +35,4 @@ async def start_events(config: Config, cache: Cache, service: Service, parts: As
         service.index_changed = cache.index_changes.clear  # nobody takes them
         raise
     service.index_changed = server.poke
+    return server.files

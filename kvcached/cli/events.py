@@ -22,6 +22,11 @@ _SHOWN_NAMESPACE: Final = 16
 _RECEIVE_BYTES: Final = 1 << 16
 _MESSAGES_MAX: Final = 1 << 30
 _PARTS: Final = 3  #: of a message
+#: Why nobody listens at an endpoint. The daemon alone knows which of these it is.
+_NOBODY: Final = (
+    "the daemon's configuration has no table [events], or names another endpoint there; or the socket was removed, or"
+    " could not be opened when the daemon started: `kvcached health` tells these two"
+)
 #: The daemon takes commands of 1024 bytes, and a subscription has ten beside its topic.
 _TOPIC_BYTES_MAX: Final = 1014
 
@@ -85,7 +90,11 @@ def _connect(address: str | tuple[str, int]) -> socket.socket:
     if not isinstance(address, str):
         return socket.create_connection(address)
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
+    try:
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
@@ -97,10 +106,7 @@ def _messages(endpoint: str, address: str | tuple[str, int], topic: bytes) -> It
     try:
         connection = _connect(address)
     except OSError as error:
-        fail(
-            ExitCode.UNREACHABLE,
-            f"{endpoint}: {error.strerror or error} (is there a table [events] in the daemon's configuration?)",
-        )
+        fail(ExitCode.UNREACHABLE, f"{endpoint}: {error.strerror or error}: {_NOBODY}")
     reader, why = Reader(SUBSCRIBER), ""
     with connection:
         try:  # an error of stdout is raised in the loop over this, and not here

@@ -22,7 +22,7 @@ from urllib.parse import SplitResult, urlsplit
 from kvcached.events.peers import Asker, Peer, Subscriber, message_of
 from kvcached.events.stream import EventStream
 from kvcached.process.access import Access
-from kvcached.process.seqpacket import Credentials, peer_credentials
+from kvcached.process.seqpacket import Credentials, SocketFile, peer_credentials
 from kvcached.server.connections import ConnectionLimits, Connections
 from kvcached.server.listener import Listener, remove_stale
 
@@ -79,6 +79,11 @@ class EventServer:
             except OSError as error:
                 raise OSError(error.errno, f"{key}: {error.strerror or error}") from error
         _log.info("events: %s, replays and snapshots: %s", *self.endpoints)
+
+    @property
+    def files(self) -> list[SocketFile]:
+        """Those of its sockets, where they have some."""
+        return [*self._events.files, *self._replays.files]
 
     def poke(self) -> None:
         """Something has changed: publish it soon."""
@@ -145,6 +150,11 @@ class _Socket:
             self._listen(path)
         else:
             await self._listen_at(urlsplit(endpoint))
+
+    @property
+    def files(self) -> list[SocketFile]:
+        """That where it listens, unless it listens at a port."""
+        return [each.file for each in self._listeners if each.file is not None]
 
     def close(self) -> None:
         """End it, and all of its connections. Does nothing the second time."""

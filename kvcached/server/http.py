@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 import h11
 
 from kvcached.process.access import Access
-from kvcached.process.seqpacket import Credentials, peer_credentials, peer_groups
+from kvcached.process.seqpacket import Credentials, SocketFile, peer_credentials, peer_groups
 from kvcached.server.connections import ConnectionLimits, Connections
 from kvcached.server.listener import Listener, remove_stale
 from kvcached_client.errors import ErrorCode, RequestError
@@ -109,6 +109,11 @@ class HttpServer:
             remove_stale(self._place, socket.SOCK_STREAM)
         self._listener = Listener("http", self._place, socket.SOCK_STREAM, self._connections, self._accept)
         _log.info("metrics and health at %s", _shown(self._place))
+
+    @property
+    def files(self) -> list[SocketFile]:
+        """That of its socket, unless it listens at a port."""
+        return [] if self._listener is None or self._listener.file is None else [self._listener.file]
 
     def close(self) -> None:
         """Stop serving, and close every connection."""

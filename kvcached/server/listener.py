@@ -38,6 +38,9 @@ class Listener(Generic[C]):
         connections: those of the socket that are open.
         accepted: takes each new one, which is not blocking.
 
+    Attributes:
+        file: of the socket, if it has one.
+
     Raises:
         OSError: the place cannot be bound.
     """
@@ -54,12 +57,12 @@ class Listener(Generic[C]):
         self._connections = connections
         self._accepted = accepted
         self._loop = asyncio.get_running_loop()
-        self._file: SocketFile | None = None
+        self.file: SocketFile | None = None
         if isinstance(place, str):
             self._socket = listen(place, _BACKLOG, kind)
             _refuse_descriptors(self._socket)
             let_in(place, connections.access.others(), CONNECT)
-            self._file = SocketFile.at(place)
+            self.file = SocketFile.at(place)
         else:
             self._socket = listen_at(*place)
         self._paused: asyncio.TimerHandle | None = None
@@ -71,8 +74,8 @@ class Listener(Generic[C]):
             self._paused.cancel()
         else:
             self._loop.remove_reader(self._socket.fileno())
-        if self._file is not None:
-            self._file.remove()
+        if self.file is not None:
+            self.file.remove()
         self._socket.close()
 
     def _listen(self) -> None:

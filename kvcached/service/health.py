@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
@@ -48,7 +48,8 @@ class HealthRequests:
         more: further parts of the report.
 
     Attributes:
-        sockets: the files by which engines and people reach the daemon.
+        sockets: the files by which engines, routers and people reach the daemon.
+        closed: why a door that the configuration names is closed, by the part of the report that says so.
         before_probe: records what the core has changed, before workers write to slots that it has granted.
     """
 
@@ -71,7 +72,8 @@ class HealthRequests:
         self._pending = pending
         self._drain_state = drain_state
         self._more = more
-        self.sockets: Sequence[SocketFile] = ()
+        self.sockets: list[SocketFile] = []
+        self.closed: dict[str, str] = {}
         self._checks = HealthChecks(cache, before_probe)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,10 +114,14 @@ class HealthRequests:
             self._pending.fail(reply, internal_error())
 
     def _unreachable(self) -> list[HealthPart]:
-        """Socket files that somebody has removed: whoever is connected is served, and nobody else finds the daemon."""
+        """Doors that are closed, and socket files that somebody has removed.
+
+        Whoever is connected is served, and nobody else finds the daemon.
+        """
+        closed = [HealthPart(part=door, ok=False, detail=why) for door, why in self.closed.items()]
         lost = [file.path for file in self.sockets if not file.is_there]
         detail = f"no file any more: {', '.join(lost)}; restart the daemon, and keep cleaners away from the directory"
-        return [HealthPart(part="sockets", ok=False, detail=detail)] if lost else []
+        return [*closed, *([HealthPart(part="sockets", ok=False, detail=detail)] if lost else [])]
 
     def _degraded(self) -> list[HealthPart]:
         """A failed part for each replica whose workers die again and again, even if they run at the moment."""

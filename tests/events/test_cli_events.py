@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -94,6 +95,18 @@ def test_connection_beyond_the_most_is_told_as_refused(publisher: Publisher) -> 
         said = told(run("--endpoint", publisher.endpoints.events))
 
     assert "the connection was refused: there are too many connections, or the daemon has ended" in said
+
+
+def test_removed_socket_is_named(publisher: Publisher) -> None:
+    """Where a socket has been removed, `kvcached events` says that this may be the reason, and who tells for sure."""
+    path = Path(publisher.endpoints.events.removeprefix("ipc://"))
+    path.unlink()
+
+    said = told(run("--endpoint", f"ipc://{path}"))
+
+    assert f"ipc://{path}: No such file or directory: " in said
+    assert "or the socket was removed" in said
+    assert "`kvcached health` tells" in said
 
 
 def test_reset_before_the_first_message_is_told_as_refused(

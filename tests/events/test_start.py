@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvcached import doors
 from kvcached.config.schema import Config, load_config
-from kvcached.daemon import _open_events
 from tests.service.office import Office
 
 CONFIG = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n\n[events]\n'
@@ -40,10 +40,25 @@ def open_events(config: Config, *, is_takeover: bool, then: Callable[[Office], N
     async def main() -> None:
         office = Office()
         async with AsyncExitStack() as parts:
-            await _open_events(config, office.cache, office.service, parts, is_takeover=is_takeover)
+            await doors.open_events(config, office.cache, office.service, parts, is_takeover=is_takeover)
             then(office)
 
     asyncio.run(main())
+
+
+def failures(config: Config, *, is_takeover: bool, before: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """What health says to be wrong behind a start: the details by their parts. `before` is done first."""
+
+    async def main() -> dict[str, str]:
+        office = Office()
+        async with AsyncExitStack() as parts:
+            await doors.open_events(config, office.cache, office.service, parts, is_takeover=is_takeover)
+            before()
+            report = await office.health()
+        assert report.ok is all(part.ok for part in report.parts)
+        return {part.part: part.detail for part in report.parts if not part.ok}
+
+    return asyncio.run(main())
 
 
 def change(office: Office) -> None:
@@ -91,6 +106,42 @@ def test_takeover_goes_on_without_an_endpoint(
     assert record.getMessage().startswith(f"[events] {key}: ")
     assert record.getMessage().endswith("there are no events until the next start")
     assert list(config.run_dir.iterdir()) == []
+
+
+def test_health_fails_while_events_stay_closed(tmp_path: Path) -> None:
+    """No router hears a daemon that took over memory without its endpoint: health says so, with the reason."""
+    place = tmp_path / "other.sock"
+    with closing(socket.socket(socket.AF_UNIX)) as other:
+        other.bind(str(place))
+        other.listen()
+
+        wrong = failures(config_of(tmp_path, endpoint=f"ipc://{place}"), is_takeover=True)
+
+    assert wrong == {
+        "events": f"[events] endpoint: another process serves {place}; make the place free, or name another one; there"
+        " are no events until the next start"
+    }
+
+
+@pytest.mark.parametrize("name", ["events.sock", "replay.sock"])
+def test_health_fails_when_a_socket_of_events_is_gone(name: str, tmp_path: Path) -> None:
+    """A router that comes later does not find the daemon then: health names the file."""
+    config = config_of(tmp_path)
+
+    assert failures(config, is_takeover=False) == {}
+    wrong = failures(config, is_takeover=False, before=(config.run_dir / name).unlink)
+
+    assert list(wrong) == ["sockets"]
+    assert wrong["sockets"].startswith(f"no file any more: {config.run_dir / name}; restart the daemon")
+
+
+def test_ports_of_events_have_no_files(tmp_path: Path) -> None:
+    """Health looks for no file of an endpoint that is a port."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    config = config_of(tmp_path, endpoint=f"tcp://127.0.0.1:{port}")
+
+    assert failures(config, is_takeover=False) == {}
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, *families: int) -> None:

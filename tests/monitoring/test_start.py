@@ -6,15 +6,15 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcached import doors
 from kvcached.config.schema import Config, load_config
-from kvcached.daemon import _open_http
 from kvcached.process.access import Access
 from kvcached_client.errors import RequestError
 from tests.service.office import Office
@@ -38,20 +38,29 @@ def taken() -> Iterator[int]:
 
 
 def config_at(tmp_path: Path, port: int) -> Config:
+    return config_listening(tmp_path, f"127.0.0.1:{port}")
+
+
+def config_listening(tmp_path: Path, listen: str) -> Config:
     path = tmp_path / "kvcached.toml"
-    path.write_text(f'{HOST}\n[http]\nlisten = "127.0.0.1:{port}"\n')
+    path.write_text(f'{HOST}\n[http]\nlisten = "{listen}"\n')
     return load_config(path, environment={}, options={"run_dir": str(tmp_path / "run")})
 
 
-def open_http(config: Config, *, is_takeover: bool) -> None:
-    """What a start does for HTTP, and its end."""
+def open_http(config: Config, *, is_takeover: bool, before_health: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """What a start does for HTTP, and its end; in between what health says to be wrong, by its parts."""
 
-    async def main() -> None:
+    async def main() -> dict[str, str]:
         async with AsyncExitStack() as parts:
             attach: Any = NoAttach()
-            _open_http(config, Office().service, attach, parts, is_takeover=is_takeover)
+            office = Office()
+            doors.open_http(config, office.service, attach, parts, is_takeover=is_takeover)
+            before_health()
+            report = await office.health()
+        assert report.ok is all(part.ok for part in report.parts)
+        return {part.part: part.detail for part in report.parts if not part.ok}
 
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 def test_taken_port_fails_the_start(taken: int, tmp_path: Path) -> None:
@@ -62,11 +71,24 @@ def test_taken_port_fails_the_start(taken: int, tmp_path: Path) -> None:
 
 
 def test_takeover_goes_on_without_a_taken_port(taken: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A daemon that takes over an earlier one's memory keeps it: it logs the error and serves without HTTP."""
-    open_http(config_at(tmp_path, taken), is_takeover=True)
+    """A daemon that takes over an earlier one's memory keeps it: it serves without HTTP, and log and health say so."""
+    wrong = open_http(config_at(tmp_path, taken), is_takeover=True)
 
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "Address already in use" in record.getMessage()
+    assert wrong == {"http": record.getMessage()}
+
+
+def test_health_fails_when_the_socket_of_http_is_gone(tmp_path: Path) -> None:
+    """A scraper does not find the daemon then: health names the file."""
+    place = tmp_path / "http.sock"
+    config = config_listening(tmp_path, f"unix:{place}")
+
+    assert open_http(config, is_takeover=False) == {}
+    wrong = open_http(config, is_takeover=False, before_health=place.unlink)
+
+    assert list(wrong) == ["sockets"]
+    assert wrong["sockets"].startswith(f"no file any more: {place}; restart the daemon")
 
 
 def test_family_that_the_unit_forbids_names_the_drop_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from kvcached import VERSION
 from kvcached.cli.main import ExitCode, main
 from kvcached.config.schema import Config
-from kvcached.start_errors import HTTP, TCP
+from kvcached.doors import HTTP, TCP
 from tests.project.source_tree import ROOT, modules
 
 

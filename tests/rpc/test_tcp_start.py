@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcached import doors
 from kvcached.config.schema import Config, load_config
-from kvcached.daemon import _open_tcp
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.key_files import write_key_file
 from tests.service.office import Office
@@ -28,14 +28,17 @@ def config_of(tmp_path: Path, port: int) -> Config:
     return load_config(path, environment={}, options={"run_dir": str(tmp_path / "run")})
 
 
-def open_tcp(config: Config, *, is_takeover: bool) -> None:
-    """What a start does for the port, and its end."""
+def open_tcp(config: Config, *, is_takeover: bool) -> dict[str, str]:
+    """What a start does for the port, and its end; in between what health says to be wrong, by its parts."""
 
-    async def main() -> None:
+    async def main() -> dict[str, str]:
         async with AsyncExitStack() as parts:
-            _open_tcp(config, Office().service, parts, is_takeover=is_takeover)
+            office = Office()
+            doors.open_tcp(config, office.service, parts, is_takeover=is_takeover)
+            report = await office.health()
+        return {part.part: part.detail for part in report.parts if not part.ok}
 
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 def take_the_port(key: Path, _: pytest.MonkeyPatch) -> None:
@@ -67,16 +70,17 @@ def test_takeover_goes_on_without_the_port(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A port, a key file or a package that is missing fails a first start; a takeover logs it and keeps its memory."""
+    """A port, key file or package that is missing fails a first start; a takeover serves without, and says so."""
     prepare(tmp_path / "daemon.key", monkeypatch)
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         config = config_of(tmp_path, other.getsockname()[1])
 
-        open_tcp(config, is_takeover=True)
+        wrong = open_tcp(config, is_takeover=True)
         with pytest.raises(error) as refused:
             open_tcp(config, is_takeover=False)
 
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert said in record.getMessage()
+    assert wrong == {"tcp": record.getMessage()}
     assert record.getMessage().endswith("other machines are not served until the next start")
     assert said in str(refused.value)

@@ -270,6 +270,14 @@ class Office:
         self.service.submit(peer, request, [], answers.append)
         return answers
 
+    async def health(self) -> wire.HealthReport:
+        """The answer to a health request."""
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.service.submit(b"cli", wire.Health(id=1), [], answered.set_result)
+        header = (await answered).header
+        assert isinstance(header, wire.HealthReport)
+        return header
+
     def expect(self, kind: type[R], request: wire.Request, *frames: bytes, peer: bytes = ONE) -> R:
         """The answer's header, which must be of a type."""
         header = self.ask(request, *frames, peer=peer).header

@@ -355,15 +355,7 @@ def test_internal_error_is_one_reply_and_no_crash(monkeypatch: pytest.MonkeyPatc
 
 def health(office: Office) -> wire.HealthReport:
     """The answer to a health request."""
-
-    async def ask() -> wire.HealthReport:
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        office.service.submit(b"cli", wire.Health(id=1), [], answered.set_result)
-        header = (await answered).header
-        assert isinstance(header, wire.HealthReport)
-        return header
-
-    return asyncio.run(ask())
+    return asyncio.run(office.health())
 
 
 def test_health_takes_slots_like_an_engine_and_leaves_nothing() -> None:
