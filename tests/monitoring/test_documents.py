@@ -134,6 +134,13 @@ def test_alert_rules_say_what_to_do() -> None:
         assert rule["annotations"]["description"].endswith(".")
 
 
+def test_only_a_daemon_that_does_not_answer_is_critical() -> None:
+    """Who is called for what is critical is called where no engine is served; all else costs hits or time."""
+    critical = [rule["alert"] for rule in alert_rules() if rule["labels"]["severity"] == "critical"]
+
+    assert critical == ["KvcachedDown"]
+
+
 def test_legends_name_labels_that_remain() -> None:
     """A legend shows only labels by which its query aggregates."""
     for panel in panels():
