@@ -41,6 +41,7 @@ _LINGER_BYTES_MAX: Final = 256 * 1024
 ACCEPTED_PER_S_MAX: Final = 50
 #: Of the descriptors that are left where there are few.
 _DESCRIPTORS_SHARE: Final = 0.1
+_HEAD: Final = b"HEAD "
 _TEXT: Final = "text/plain; charset=utf-8"
 
 _log: Final = logging.getLogger(__name__)
@@ -68,14 +69,16 @@ class _Connection:
     Attributes:
         socket: of it.
         task: serves it.
+        is_head: whether its request begins as one of HEAD, whose answer has no body, whatever it says.
     """
 
-    __slots__ = ("parser", "socket", "task")
+    __slots__ = ("is_head", "parser", "socket", "task")
 
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
         self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=REQUEST_BYTES_MAX)
         self.task: asyncio.Task[None] | None = None
+        self.is_head = False
 
 
 class HttpServer:
@@ -163,18 +166,18 @@ class HttpServer:
         if asked is None:
             return
         async with asyncio.timeout(ANSWER_S_MAX):
-            if isinstance(asked, Page):
-                await self._answer(connection, asked)
-            else:
-                await self._answer(connection, await self._page(asked), has_body=asked.method != b"HEAD")
+            await self._answer(connection, asked if isinstance(asked, Page) else await self._page(asked))
         await self._linger(connection)
 
     async def _receive(self, connection: _Connection) -> h11.Request | Page | None:
         """The request, or the page that says why it is refused; None where the peer has closed its end."""
-        parser = connection.parser
+        parser, begin = connection.parser, b""
         try:
             while (event := parser.next_event()) is h11.NEED_DATA:
-                parser.receive_data(await self._loop.sock_recv(connection.socket, _RECEIVE_BYTES))
+                data = await self._loop.sock_recv(connection.socket, _RECEIVE_BYTES)
+                begin = (begin + data)[: len(_HEAD)]
+                connection.is_head = begin == _HEAD  # the parser does not say it of a request that it refuses
+                parser.receive_data(data)
             if not isinstance(event, h11.Request):
                 return None
             self._connections.admit(connection)
@@ -200,7 +203,7 @@ class HttpServer:
             _log.exception("http: internal error at %s", path)
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the daemon failed to make this page; see its log")
 
-    async def _answer(self, connection: _Connection, page: Page, *, has_body: bool = True) -> None:
+    async def _answer(self, connection: _Connection, page: Page) -> None:
         """Send a page, and close this end."""
         parser = connection.parser
         headers = [
@@ -213,7 +216,8 @@ class HttpServer:
         if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append(("allow", "GET, HEAD"))
         head = parser.send(h11.Response(status_code=page.status, headers=headers, reason=page.status.phrase))
-        await self._loop.sock_sendall(connection.socket, (head or b"") + (page.body if has_body else b""))
+        body = b"" if connection.is_head else page.body
+        await self._loop.sock_sendall(connection.socket, (head or b"") + body)
         connection.socket.shutdown(socket.SHUT_WR)
 
     async def _linger(self, connection: _Connection) -> None:

@@ -115,6 +115,29 @@ def test_head_has_no_body(path: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        pytest.param(b"HEAD / HTTP/1.1\r\n\r\n", HTTPStatus.BAD_REQUEST, id="no host"),
+        pytest.param(b"HEAD / HTTP/1.1\r\nhost: here\r\nx\r\n\r\n", HTTPStatus.BAD_REQUEST, id="no header"),
+        pytest.param(
+            b"HEAD / HTTP/1.1\r\nx: " + bytes(16 * 1024), HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, id="too long"
+        ),
+    ],
+)
+def test_head_that_is_refused_has_no_body(data: bytes, status: HTTPStatus, path: str) -> None:
+    """An answer to HEAD ends behind its headers, also where the request is refused before it is understood."""
+
+    async def main() -> None:
+        async with serving(path):
+            answer = await ask(path, data)
+            assert status_of(answer) == status
+            assert b"content-length: " in answer
+            assert answer.endswith(b"\r\n\r\n")
+
+    run(main())
+
+
 def test_tcp_is_served_on_both_families() -> None:
     """A loopback address of either family is served."""
 
