@@ -56,6 +56,12 @@ def set_level(level: LogLevel) -> LogLevel:
     return next((known for known, number in _LEVELS.items() if number >= before), "error")
 
 
+def log_at_every_level(logger: logging.Logger, words: str, fields: Mapping[str, object]) -> None:
+    """Log a message of level info, also where messages of that level are not logged."""
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, words, (fields,), None)
+    logger.handle(record)  # which does not look at the level
+
+
 def open_log(path: str) -> int:
     """A descriptor, the caller's to close, for the output of another process: appended to a file.
 

@@ -9,7 +9,7 @@ import logging
 from typing import Final
 
 from kvcached.core.messages import LoadsEnded, SessionEnded, SessionExpired
-from kvcached.log import set_level
+from kvcached.log import log_at_every_level, set_level
 from kvcached.service.pending import Answer, Respond, Verb
 from kvcached.service.sessions import EngineGroups
 from kvcached_client.protocol import engine as wire
@@ -85,8 +85,8 @@ class RequestStories:
 
     def _set_level(self, _: bytes, request: wire.SetLogLevel, __: list[bytes]) -> Answer:
         before = set_level(request.level)
-        # A line that shows at every level: without it a silent log has no reason.
-        _log.critical("log level: %(level)s, was %(before)s", {"level": request.level, "before": before})
+        fields = {"level": request.level, "before": before}
+        log_at_every_level(_log, "log level: %(level)s, was %(before)s", fields)  # else a silent log has no reason
         return Answer(wire.LogLevelSet(id=request.id, level=request.level, before=before))
 
 
