@@ -369,7 +369,7 @@ class Service:
         for found in sessions:
             self._groups.restore(found)
             for peer, _ in found.members:
-                if self.watch is not None and peer.identity is not None:
+                if self.watch is not None and peer.is_seen:
                     self.watch.watch(peer)
         self.carry_out()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from array import array
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from kvcached.core.messages import Ticked
 from kvcached.core.restart.restore import RestoredCache
 from kvcached.core.slots.states import SlotState
-from kvcached.process.identity import ProcessIdentity
+from kvcached.process import peer as peers
+from kvcached.process.identity import ProcessIdentity, identity_of
+from kvcached.process.peer import PeerProcess, UnseenProcess
 from kvcached.service.sessions import FoundSession
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
@@ -218,3 +221,30 @@ def test_session_that_has_lost_a_member_does_not_go_on(when: str) -> None:
 
     assert office.error(office.rejoin()) is ErrorCode.NO_SESSION
     assert office.count("a", SlotState.QUARANTINED) == SLOTS
+
+
+def test_engine_that_dies_while_it_is_found_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its identity can no longer be read, but its death is told: its slots are free. Nobody can watch an unseen one."""
+    process = subprocess.Popen(["/bin/sleep", "60"])
+
+    def identity_after_its_death(pid: int) -> ProcessIdentity | None:
+        process.kill()
+        process.wait()
+        return identity_of(pid)
+
+    written = identity_of(process.pid)
+    assert written is not None
+    monkeypatch.setattr(peers, "identity_of", identity_after_its_death)
+    found, office, sessions = PeerProcess.found(written), Office("a", "b"), []
+    for replica, peer in (("a", found), ("b", UnseenProcess())):
+        members: list[tuple[Any, ShardIndex | None]] = [(peer, None)]
+        session = RestoredCache(office.cache).pool_session(replica)
+        sessions.append(FoundSession(session, BEFORE, b"d" * 32, b"", members))
+    office.service.take_in({}, sessions)
+
+    assert found is not None
+    assert (found.identity, found.is_dead()) == (None, True)
+    assert [id(peer) for peer in office.watched] == [id(found)]
+    office.service.peer_lost(found)
+    assert (office.count("a", SlotState.FREE), office.count("b", SlotState.FREE)) == (SLOTS, 0)
+    found.close()
