@@ -131,10 +131,13 @@ class MemberRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         process: None if it is in another pid namespace, where the daemon cannot see its death.
         shard: its shard; None for the scheduler.
+        instance: the id of its engine; written in a session of several engines only, so that at other times daemons
+            that do not know this field read the ledger.
     """
 
     process: ProcessIdentity | None
     shard: Count | None = None
+    instance: Hex | msgspec.UnsetType = msgspec.UNSET
 
 
 class EarlierRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from kvcached.core.cache import Cache
 from kvcached.core.namespaces import NamespaceSpec
@@ -32,10 +33,22 @@ from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import ShardIndex
 
-_Member: TypeAlias = tuple[Peer, ShardIndex | None]
-_Living: TypeAlias = Mapping[Owner, tuple[SessionRecord, list[_Member]]]
-
 _log: Final = logging.getLogger(__name__)
+
+
+class _Members(NamedTuple):
+    """The processes of a session that still live.
+
+    Attributes:
+        peers: which shard each is, None for a scheduler.
+        engine_of: of which engine each is, by its instance.
+    """
+
+    peers: list[tuple[Peer, ShardIndex | None]]
+    engine_of: dict[Peer, bytes]
+
+
+_Living: TypeAlias = Mapping[Owner, tuple[SessionRecord, _Members]]
 
 
 @dataclass(slots=True)
@@ -74,7 +87,8 @@ def take_over(
     """
     revival, taken = RestoredCache(cache), Takeover()
     sees = _sees_processes_of(ledger)
-    living = {(each.epoch, each.id): (each, peers) for each in ledger.sessions if (peers := _living(each, sees=sees))}
+    found = {(each.epoch, each.id): (each, _living(each, sees=sees)) for each in ledger.sessions}
+    living = {owner: (record, members) for owner, (record, members) in found.items() if members.peers}
     if headers is not None:
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
@@ -82,7 +96,7 @@ def take_over(
     _take_sleeping(ledger, cache)
     _take_devices(ledger, replicas, revival)
     kept = {replica.name for replica in replicas if replica.is_kept}
-    for owner, (record, peers) in living.items():
+    for owner, (record, (peers, engine_of)) in living.items():
         session = None
         if record.mode == "device" and record.place in kept:
             session = revival.pool_session(record.place)
@@ -92,7 +106,8 @@ def take_over(
             digest, instance = bytes.fromhex(record.token_digest), bytes.fromhex(record.instance)
             is_over = record.is_over or len(peers) < len(record.members)
             resumed_as = EarlierName.recorded(record.resumed_as)
-            taken.sessions.append(FoundSession(session, owner, digest, instance, peers, is_over, resumed_as))
+            several = {} if instance else engine_of
+            taken.sessions.append(FoundSession(session, owner, digest, instance, peers, is_over, resumed_as, several))
         else:  # no session has the memory that it writes to
             for peer, _ in peers:
                 peer.close()
@@ -156,7 +171,7 @@ def _take_namespaces(
             fields = {"namespace": record.root[: 2 * NAMESPACE_SHOWN_BYTES], "label": record.label}
             _log.warning("namespace %(namespace)s (%(label)r) is dropped: its blocks have another layout now", fields)
             continue
-        engines = {owner: peers for owner, (session, peers) in living.items() if session.place == record.root}
+        engines = {owner: members for owner, (session, members) in living.items() if session.place == record.root}
         spec = spec_of(record, canonical=canonical)
         taken.shapes[root := spec.root] = Shape.recorded(record)
         unknown = (0, number)
@@ -164,8 +179,9 @@ def _take_namespaces(
         claimants = _take_space(record, spec, ledger.host, headers, revival, owners)
         if unknown in claimants:  # one of the living engines is writing, and the claim does not say which
             session_id = revival.offload_session(unknown, root)
-            everybody = [member for peers in engines.values() for member in peers]
-            taken.sessions.append(FoundSession(session_id, unknown, b"", b"", everybody))
+            everybody = [member for members in engines.values() for member in members.peers]
+            engine_of = {peer: engine for members in engines.values() for peer, engine in members.engine_of.items()}
+            taken.sessions.append(FoundSession(session_id, unknown, b"", b"", everybody, engine_of=engine_of))
 
 
 def _take_space(
@@ -203,7 +219,7 @@ def is_writer_left_out(ledger: Ledger, *, has_offload: bool) -> bool:
     if not left_out:
         return False
     sees = _sees_processes_of(ledger)
-    peers = [peer for record in left_out for peer, _ in _living(record, sees=sees)]
+    peers = [peer for record in left_out for peer, _ in _living(record, sees=sees).peers]
     for peer in peers:
         peer.close()
     return bool(peers)
@@ -236,9 +252,15 @@ def _sees_processes_of(ledger: Ledger) -> bool:
     return False
 
 
-def _living(record: SessionRecord, *, sees: bool) -> list[_Member]:
-    found = ((_peer(each.process if sees else None), each.shard) for each in record.members)
-    return [(peer, None if shard is None else ShardIndex(shard)) for peer, shard in found if peer is not None]
+def _living(record: SessionRecord, *, sees: bool) -> _Members:
+    members = _Members([], {})
+    for each in record.members:
+        peer = _peer(each.process if sees else None)
+        if peer is not None:
+            members.peers.append((peer, None if each.shard is None else ShardIndex(each.shard)))
+            if engine := bytes.fromhex(record.instance if each.instance is UNSET else each.instance):
+                members.engine_of[peer] = engine
+    return members
 
 
 def _peer(process: ProcessIdentity | None) -> Peer | None:

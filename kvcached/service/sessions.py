@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 from msgspec import UnsetType
@@ -74,8 +76,9 @@ class EngineGroup:
         answers: kept for retries over that connection.
         prompts: what it has acquired.
         members: every process that can write the session's slots; dead ones stay until the session ends.
-        instance: in offload mode, the engine's own id, the same in each hello.
+        instance: in offload mode, the engine's own id, the same in each hello; empty in a group of several engines.
         shard_of: in offload mode, which shard a member is.
+        engine_of: in a group of several engines, of which one a member is: its instance.
         found: what it was before a restart; None for one that was opened or has been resumed since.
         resumed_as: by which name its engine has resumed it. Until the engine is known to have heard of the present
             name, the same process may resume it by this one again.
@@ -92,6 +95,7 @@ class EngineGroup:
     members: list[Peer] = field(default_factory=list)
     instance: bytes = b""
     shard_of: dict[Peer, ShardIndex] = field(default_factory=dict)
+    engine_of: Mapping[Peer, bytes] = field(default_factory=dict)
     found: FoundSession | None = None
     resumed_as: EarlierName | None = None
     is_over: bool = False
@@ -103,6 +107,10 @@ class EngineGroup:
             for member in self.members
             if not member.is_dead() and (beside is None or not member.is_same_process(beside))
         ]
+
+    def of_engine(self, instance: bytes) -> list[Peer]:
+        """The members that are processes of this engine."""
+        return [member for member in self.members if self.engine_of.get(member, self.instance) == instance]
 
     def others(self) -> list[Peer]:
         """Members that live beside the scheduler, which speaks for those that are not seen: it has shown the secret."""
@@ -139,10 +147,11 @@ class FoundSession(NamedTuple):
         id: of its session here, which is expired.
         earlier: what it was: the epoch of the daemon that opened it, and its id there.
         token_digest: sha256 of its token there.
-        instance: in offload mode, what it calls itself.
+        instance: in offload mode, what it calls itself; empty where it stands for several engines.
         members: its living processes; which shard each is, None for the scheduler.
         is_over: see `EngineGroup`; so is one of whose members some are dead.
         resumed_as: see `EngineGroup`: its engine knows it by this name or by the one above.
+        engine_of: see `EngineGroup`.
     """
 
     id: SessionId
@@ -152,6 +161,7 @@ class FoundSession(NamedTuple):
     members: list[tuple[Peer, ShardIndex | None]]
     is_over: bool = False
     resumed_as: EarlierName | None = None
+    engine_of: Mapping[Peer, bytes] = MappingProxyType({})
 
     @property
     def names(self) -> list[EarlierName]:
@@ -218,6 +228,7 @@ class EngineGroups:
         group = self._new(found.id, b"", scheduler, peers)
         group.instance, group.found, group.is_over = found.instance, found, found.is_over
         group.shard_of = {peer: shard for peer, shard in found.members if shard is not None}
+        group.engine_of = found.engine_of
         return group
 
     def _new(self, session: SessionId, connection: bytes, scheduler: Peer, members: list[Peer]) -> EngineGroup:
@@ -349,8 +360,8 @@ class EngineGroups:
         return list(self._by_session.values())
 
     def of_instance(self, instance: bytes) -> list[EngineGroup]:
-        """The groups of one engine in offload mode, earlier ones first."""
-        return [group for group in self._by_session.values() if group.instance == instance]
+        """The groups with processes of one engine in offload mode, earlier ones first."""
+        return [group for group in self._by_session.values() if group.of_engine(instance)]
 
     def leave(self, group: EngineGroup, peers: list[Peer]) -> list[Peer]:
         """Remove members that no longer use the group's slots. Returns those that are in no other group."""

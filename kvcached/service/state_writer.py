@@ -260,7 +260,9 @@ def _members(group: EngineGroup) -> tuple[MemberRecord, ...]:
     """
     found: list[tuple[Peer, MemberRecord]] = []
     for peer in group.members:
-        record = MemberRecord(process=peer.identity, shard=group.shard_of.get(peer))
+        engine = group.engine_of.get(peer)
+        instance = UNSET if engine is None else engine.hex()
+        record = MemberRecord(process=peer.identity, shard=group.shard_of.get(peer), instance=instance)
         if not any(record == other and _is_one_process(peer, known) for known, other in found):
             found.append((peer, record))
     return tuple(record for _, record in found)

@@ -163,19 +163,24 @@ def test_slots_of_a_living_engine_are_set_aside(daemon: Supervised, processes: P
     crowd.close()
 
 
-def test_slots_stay_aside_where_a_takeover_died(daemon: Supervised, processes: Processes) -> None:
-    """A daemon that took over wrote its claims and died before its ledger: the slots are set aside all the same."""
-    scheduler, _ = processes.scheduler(0, 1)
-    given = set(json.loads(scheduler.ask("prepare mine 4"))["slots"])
+def claim_as_a_takeover_that_died(daemon: Supervised, slots: set[int]) -> None:
+    """Rename the claims to the only session's slots, as a next daemon does before it writes its ledger."""
     ledger = read_ledger(daemon.run_dir / LEDGER_NAME)
     assert ledger is not None
     with host_memory(daemon.daemon_pid, SLABS * SLAB_BYTES) as memory:
         (record,) = ledger.sessions
         claim, renamed = pack_claim(record.epoch, record.id), pack_claim(ledger.epoch + 1, 1)
         places = [match.start() for match in re.finditer(re.escape(claim), memory)]
-        assert len(places) == SHARDS * len(given)
+        assert len(places) == SHARDS * len(slots)
         for place in places:
             memory[place : place + len(claim)] = renamed
+
+
+def test_slots_stay_aside_where_a_takeover_died(daemon: Supervised, processes: Processes) -> None:
+    """A daemon that took over wrote its claims and died before its ledger: the slots are set aside all the same."""
+    scheduler, _ = processes.scheduler(0, 1)
+    given = set(json.loads(scheduler.ask("prepare mine 4"))["slots"])
+    claim_as_a_takeover_that_died(daemon, given)
     daemon.kill_and_wait()
 
     assert host_of(daemon).states["quarantined"] == len(given)
@@ -184,6 +189,34 @@ def test_slots_stay_aside_where_a_takeover_died(daemon: Supervised, processes: P
     kill(scheduler)
     assert seconds_until(daemon.run_dir, nothing_held) <= 1
     crowd.close()
+
+
+def test_slots_of_a_takeover_that_died_are_free_when_the_engine_has_reconnected(
+    daemon: Supervised, processes: Processes
+) -> None:
+    """They wait for each of the shards to join a later session, also over a further restart; the engine lives on."""
+    scheduler, grant = processes.scheduler()
+    shards = [processes.shard(shard, grant) for shard in range(SHARDS)]
+    claim_as_a_takeover_that_died(daemon, set(json.loads(scheduler.ask("prepare mine 4"))["slots"]))
+    daemon.kill_and_wait()
+    grant, left = scheduler.ask("reconnect"), []
+    assert shards[0].ask(f"join {grant}") == "done"
+    left.append(host_of(daemon).states["quarantined"])
+    daemon.kill_and_wait()
+
+    grant = scheduler.ask("reconnect")
+    for shard in shards:
+        left.append(host_of(daemon).states["quarantined"])
+        assert shard.ask(f"join {grant}") == "done"
+    assert left == [4, 4, 4]
+    assert nothing_held(host_of(daemon))
+    assert b"instance" not in members_in(daemon)  # which earlier versions refuse to read
+
+
+def members_in(daemon: Supervised) -> bytes:
+    """The members of all sessions in the ledger."""
+    ledger = json.loads((daemon.run_dir / LEDGER_NAME).read_bytes())
+    return json.dumps([session["members"] for session in ledger["sessions"]]).encode()
 
 
 def test_engine_that_connects_anew_has_its_slots_back(daemon: Supervised, processes: Processes) -> None:

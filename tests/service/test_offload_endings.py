@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached.core.restart.restore import RestoredCache
+from kvcached.service.sessions import FoundSession, Peer
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.engine import EVERY_SHARD
+from kvcached_client.types import ShardIndex
 from tests.service.office import EPOCH, ONE, TWO, FakePeer, key_chain
-from tests.service.offload_office import (
-    OTHER_INSTANCE,
-    OffloadOffice,
-)
+from tests.service.offload_office import INSTANCE, OTHER_INSTANCE, OffloadOffice
 
 
 @pytest.fixture
@@ -193,3 +193,24 @@ def test_connection_of_a_replaced_session_belongs_to_nobody(office: OffloadOffic
     office.attach(scheduler, peer=ONE)
 
     assert len(office.cache.offload.sessions) == 1
+
+
+def test_session_of_several_engines_is_over_when_each_is_through(office: OffloadOffice) -> None:
+    """After a restart: schedulers leave by a hello, shards by joining, each for its own engine, in one process too."""
+    first = office.attach(FakePeer(1))
+    one, other, shards = FakePeer(1), FakePeer(2), [FakePeer(3), FakePeer(3)]
+    session = RestoredCache(office.cache).offload_session((0, 0), first.namespace)
+    members: list[tuple[Peer, ShardIndex | None]] = [(one, None), (other, None), *((s, ShardIndex(0)) for s in shards)]
+    engine_of: dict[Peer, bytes] = dict(zip((one, other, *shards), [INSTANCE, OTHER_INSTANCE] * 2, strict=True))
+    office.service.take_in({}, [FoundSession(session, (0, 0), b"", b"", members, engine_of=engine_of)])
+
+    def left(process: FakePeer, scheduler: FakePeer, instance: bytes, peer: bytes) -> list[Peer]:
+        """Who is left when an engine has a session again, and its shard has joined that."""
+        office.join(process, office.attach(scheduler, peer=peer, instance=instance))
+        return [each for group in office.service._groups.groups if group.session == session for each in group.members]
+
+    assert left(FakePeer(3), FakePeer(1), INSTANCE, TWO) == [other, shards[1]]
+    assert left(FakePeer(4), FakePeer(2), OTHER_INSTANCE, b"\0\0\0\0\3") == [shards[1]]
+    assert session in office.cache.offload.sessions
+    assert left(FakePeer(3), FakePeer(2), OTHER_INSTANCE, b"\0\0\0\0\4") == []
+    assert session not in office.cache.offload.sessions

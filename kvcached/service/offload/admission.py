@@ -2,7 +2,7 @@
 
 Any number of engines may use one namespace. Their processes use only the slots of copies under way. An engine's earlier
 session is over when each of its processes is dead or has joined the later session: by joining, a process declares that
-its copies in the earlier session are done.
+its copies in the earlier session are done. So does a session that stands for several engines after a restart.
 """
 
 from __future__ import annotations
@@ -115,7 +115,11 @@ class OffloadAdmission:
         peer = presented(self._groups, request)
         share = self._required_share()
         self._groups.check_free(connection)
-        earlier = [group for group in self._groups.of_instance(request.instance) if _may_be(group.scheduler, peer)]
+        earlier = [
+            (group, left)
+            for group in self._groups.of_instance(request.instance)
+            if (left := _left_by_hello(group, request.instance, peer)) is not None
+        ]
         spec = _space(request, share)
         peer.grants.check_namespace(request.label, *self._known_labels(spec))
         self._check_namespaces(peer, spec.root)
@@ -125,8 +129,8 @@ class OffloadAdmission:
         self._hellos[session.id] = request
         group = self._groups.open(session.id, connection, peer)
         group.instance = request.instance
-        for old in earlier:
-            self._replace(old, _scheduler_alone(old))
+        for old, left in earlier:
+            self._replace(old, left)
         return self._welcome(request, session, group), peer
 
     def join(
@@ -144,7 +148,8 @@ class OffloadAdmission:
         self._groups.join(group, peer, shard)
         for old in self._groups.of_instance(group.instance):
             if old is not group:
-                left = [each for each in old.members if old.shard_of.get(each) == shard and _may_be(each, peer)]
+                own = old.of_engine(group.instance)
+                left = [each for each in own if old.shard_of.get(each) == shard and _may_be(each, peer)]
                 if left:
                     self._replace(old, left)
         read_only = session.read_only or peer.grants.read_only
@@ -290,6 +295,14 @@ def _shape(request: wire.HelloOffload) -> Shape:
 def _scheduler_alone(group: EngineGroup) -> list[Peer]:
     """The scheduler; empty if it has joined as a shard too, because it may then still copy."""
     return [] if group.scheduler in group.shard_of else [group.scheduler]
+
+
+def _left_by_hello(group: EngineGroup, instance: bytes, peer: Peer) -> list[Peer] | None:
+    """Which processes leave an engine's earlier session as this one says hello for it; None where it is not of it."""
+    if group.instance:
+        return _scheduler_alone(group) if _may_be(group.scheduler, peer) else None
+    own = [each for each in group.of_engine(instance) if each not in group.shard_of and _may_be(each, peer)]
+    return own or None
 
 
 def _limited_together(one: Peer, other: Peer) -> bool:
