@@ -24,15 +24,17 @@ import uvloop
 
 from kvcached import is_core_compiled
 from kvcached.build import build_cache
-from kvcached.config.machine import LimitTooLow, memory_needed, raise_limits
+from kvcached.config.machine import LimitTooLow, raise_limits
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
 from kvcached.core.generations import RANDOM_BITS, Edition, Generations
 from kvcached.core.messages import Ticked
 from kvcached.doors import open_events, open_http, open_tcp
 from kvcached.garbage import only_young
-from kvcached.memory.available import NotEnoughMemory, await_available
+from kvcached.memory.available import NotEnoughMemory
+from kvcached.memory.dropped import DroppedMemory
 from kvcached.memory.host_pool import HostHeaders, HostMemory
+from kvcached.memory_start import check_memory
 from kvcached.process.access import Access
 from kvcached.process.earlier import end_earlier
 from kvcached.process.file_access import PASS, let_in
@@ -46,7 +48,7 @@ from kvcached.recovery.generations import (
     provisional_roots,
     write_policy_of,
 )
-from kvcached.recovery.inheritance import Inheritance, inherit, ledger_file, take_over_timed
+from kvcached.recovery.inheritance import inherit, ledger_file, take_over_timed
 from kvcached.recovery.run_dir import RunDirUnusable, claim_run_dir
 from kvcached.recovery.state_file import boot_id
 from kvcached.recovery.watchdog import Pings
@@ -72,9 +74,6 @@ from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAM
 log = logging.getLogger(__name__)
 
 _STDERR = 2
-#: How long a start waits for memory that an earlier daemon had: systemd closes descriptors in the background, and the
-#: kernel takes seconds to free tens of gigabytes.
-_FREED_WAIT_S = 10.0
 
 
 class _Earlier(NamedTuple):
@@ -82,10 +81,12 @@ class _Earlier(NamedTuple):
 
     Attributes:
         engine_pools: those that were kept, once the first start has taken them over.
+        dropped: host pools that this start has dropped.
         is_anything: whether the service manager has kept any memory.
     """
 
     engine_pools: EnginePools
+    dropped: DroppedMemory
     is_anything: bool
 
 
@@ -148,8 +149,10 @@ async def _started(config: Config, epoch: int, stop: Stop, parts: AsyncExitStack
     """
     limit_bytes = 0 if config.offload is None else config.offload.device_memory_bytes
     turns = asyncio.Semaphore(AT_ONCE_MAX)
-    earlier = _Earlier(EnginePools(limit_bytes, make_on_device=partial(make_on_device, turns)), is_anything_stored())
+    engine_pools = EnginePools(limit_bytes, make_on_device=partial(make_on_device, turns))
+    earlier = _Earlier(engine_pools, DroppedMemory(), is_anything_stored())
     parts.callback(earlier.engine_pools.close)
+    parts.callback(earlier.dropped.close)
     try:
         return await _start_whole(config, epoch, stop, earlier, parts)
     except LedgerUnusable as error:
@@ -175,11 +178,11 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
         await end_earlier(config.run_dir / STORAGE_LOCK_NAME, STORAGE_MODULE, EARLIER_STORAGE_DEADLINE_S)
         await _end_earlier_workers(config.run_dir)
         inheritance = await inherit(
-            config.run_dir, config.host, config.replica, earlier.engine_pools, inherited,
+            config.run_dir, config.host, config.replica, earlier.engine_pools, earlier.dropped, inherited,
             has_offload=config.offload is not None,
         )  # fmt: skip
         host, devices = inheritance.host, inheritance.devices
-        await _check_memory(config, inheritance, _FREED_WAIT_S if earlier.is_anything else 0)
+        await check_memory(config, inheritance, earlier.dropped, is_anything=earlier.is_anything)
         record, first = await recorded(config), first_of(epoch, secrets.randbits(RANDOM_BITS))
         editions = editions_of(record, inheritance.ledger, canonical=config.has_canonical_storage)
         generations = {each.name: generation_of(each, editions, first) for each in config.replica}
@@ -229,6 +232,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
     except Exception as error:
         if inheritance is None or inheritance.ledger is None:
             raise
+        inheritance.drop_host(earlier.dropped)
         raise LedgerUnusable(f"{type(error).__name__}: {error}") from error
     parts.enter_context(only_young())
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
@@ -256,16 +260,6 @@ def _pools(config: Config) -> list[str]:
     if config.offload is not None:
         names.append("engines in offload mode")
     return names
-
-
-async def _check_memory(config: Config, inheritance: Inheritance, patience_s: float) -> None:
-    """Is there room for what is new? Memory that outlived an earlier daemon is taken already."""
-    pools = {name: memory.pool for name, memory in inheritance.devices.items()}
-    new = [replica for replica in config.replica if (pool := pools[replica.name]) is not None and not pool.is_kept]
-    is_host_new = config.host is not None and not inheritance.is_kept
-    needed = config.model_copy(update={"replica": tuple(new), "host": config.host if is_host_new else None})
-    size_bytes, names = memory_needed(needed)
-    await await_available(size_bytes, f"the configuration ({names})", patience_s)
 
 
 def _service(

@@ -90,8 +90,8 @@ def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> 
     from kvcached.config.report import as_toml, effective, figures_of
     from kvcached.recovery.supervise import RESTART_VARIABLE
 
-    is_trial = RESTART_VARIABLE not in os.environ  # otherwise `supervise` asks, and starts a daemon next
-    config = _load(config_path, options, lambda config: check_machine(config, is_trial=is_trial))
+    is_next = RESTART_VARIABLE in os.environ  # `supervise` asks, and starts a daemon next
+    config = _load(config_path, options, lambda config: check_machine(config, is_trial=not is_next, is_next=is_next))
     figures = [asdict(figures) for figures in figures_of(config)]
     if as_json:
         print_json({"config": effective(config), "figures": figures})

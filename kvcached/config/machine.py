@@ -18,8 +18,10 @@ from pydantic import BaseModel, ByteSize, ValidationError
 
 from kvcached.config.problems import ConfigError, Location, Places, Problem, problems_of
 from kvcached.config.schema import Config
+from kvcached.config.tables import HostConfig
 from kvcached.process.user_names import UnknownUser, resolve
 from kvcached.recovery.run_dir import is_claimed
+from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import CAPACITY_BYTES_MIN, DiskSettings, existing_part, refusal
 from kvcached.storage.encryption.backend import read_secret
@@ -35,11 +37,12 @@ _SETTINGS: Final[Location] = (_STORAGE, "settings")
 _LOCAL_DISK: Final[Location] = (_STORAGE, "local_disk")
 #: Settings of backends of this distribution that are all there is to look at: a service is not asked here.
 _SCHEMAS: Final[dict[str, type[BaseModel]]] = {"redis": RedisSettings, "s3": S3Settings}
+_SMALLER: Final = "use a smaller size, or raise the limit"
 #: What the extra `metrics` brings.
 _HTTP_PACKAGES: Final = ("prometheus_client", "h11")
 
 
-def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = False) -> None:
+def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = False, is_next: bool = False) -> None:
     """Refuse a configuration that this machine cannot serve.
 
     Args:
@@ -47,11 +50,14 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
         is_trial: nothing is going to be started: memory that others take just now counts, too.
         is_restart: a host pool full of blocks waits for this daemon. A disk, a key file or a package that is away now
             is no reason to lose it: only what no restart can mend is looked at.
+        is_next: this daemon is to be started in place of one that still runs, whose pools count as free memory.
 
     Raises:
         ConfigError: every reason why not.
     """
     problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart)]
+    if is_next and not problems:
+        problems += _next_host(config)
     if not is_restart:  # a name service that is away now costs users their access, and not everybody the blocks
         problems += [*_cuda(config), *_http(config), *_tcp(config), *_access(config)]
     if problems:
@@ -86,8 +92,25 @@ def _memory(config: Config, *, is_trial: bool) -> Iterator[Problem]:
         location,
         value,
         f"the memory of {names} comes to {_size(needed)}, and there are {has}",
-        "use a smaller size, or raise the limit",
+        _SMALLER,
     )
+
+
+def _next_host(config: Config) -> Iterator[Problem]:
+    """Not a new host pool for which there is no room even without any pool of now: the start would refuse it."""
+    if config.host is None:
+        return
+    ledger = read_ledger(config.run_dir / LEDGER_NAME)
+    shape = (config.host.slabs, config.host.slab_bytes)
+    if ledger is not None and ledger.host is not None and (ledger.host.slabs, ledger.host.slab_bytes) == shape:
+        return  # it is kept
+    size_bytes = config.host.slabs * config.host.slab_bytes
+    rooms = ((each.available_beside(size_bytes), each.source) for each in memory_bounds())
+    room_bytes, source = min(rooms, default=(size_bytes, ""))
+    if size_bytes > room_bytes:
+        room = f"{_size(max(0, room_bytes))} left without the pools of now ({source})"
+        what = f"the memory of the host pool comes to {_size(size_bytes)}, and there are {room}"
+        yield config.places.problem(*_host_size(config.host), what, _SMALLER)
 
 
 def _largest(config: Config) -> tuple[Location, object]:
@@ -97,10 +120,15 @@ def _largest(config: Config) -> tuple[Location, object]:
         key = "pool_bytes" if replica.slots is None else "slots"
         found.append((replica.host_memory_bytes, ("replica", number, key), getattr(replica, key)))
     if config.host is not None:
-        key = "memory_percent" if config.host.size_bytes is None else "size_bytes"
-        found.append((config.host.slabs * config.host.slab_bytes, ("host", key), getattr(config.host, key)))
+        found.append((config.host.slabs * config.host.slab_bytes, *_host_size(config.host)))
     _, location, value = max(found, key=lambda each: each[0])
     return location, value
+
+
+def _host_size(host: HostConfig) -> tuple[Location, object]:
+    """The key that says how large the host pool is."""
+    key = "memory_percent" if host.size_bytes is None else "size_bytes"
+    return ("host", key), getattr(host, key)
 
 
 def _storage(config: Config, *, is_restart: bool) -> Iterator[Problem]:

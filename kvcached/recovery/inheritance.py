@@ -21,6 +21,7 @@ import msgspec
 from kvcached.config.replica import ReplicaConfig
 from kvcached.config.tables import HostConfig
 from kvcached.core.cache import Cache
+from kvcached.memory.dropped import DroppedMemory
 from kvcached.memory.host_pool import (
     HostHeaders,
     HostMemory,
@@ -57,6 +58,11 @@ class Inheritance:
     is_kept: bool
     devices: Mapping[str, PoolMemory]
 
+    def drop_host(self, dropped: DroppedMemory) -> None:
+        """The start fails with the host pool that was kept, and is tried once more without."""
+        if self.host is not None and self.is_kept:
+            dropped.hold(os.dup(self.host.descriptor))
+
     def host_record(self) -> HostPoolRecord | None:
         """The host pool as the next ledger names it."""
         return None if self.host is None else _record_of(self.host)
@@ -67,6 +73,7 @@ async def inherit(
     host: HostConfig | None,
     replicas: Sequence[ReplicaConfig],
     engine_pools: EnginePools,
+    dropped: DroppedMemory,
     parts: ExitStack,
     *,
     has_offload: bool,
@@ -80,6 +87,7 @@ async def inherit(
         host: the configured host pool; None without one.
         replicas: the configured replicas.
         engine_pools: gets those that were kept. They need no ledger, and stay the caller's to close.
+        dropped: gets host pools that are dropped and that engines give back when they have connected again.
         parts: closes the other descriptors.
         has_offload: whether engines in offload mode are served.
 
@@ -87,7 +95,7 @@ async def inherit(
         OSError, DeviceError: a new pool cannot be made.
     """
     found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
-    memory = _kept_host(found, host, ledger, has_offload=has_offload)
+    memory = _kept_host(found, host, ledger, dropped, has_offload=has_offload)
     is_kept = memory is not None
     if memory is None:
         remove(HOST_MEMORY_NAME)
@@ -150,7 +158,12 @@ def take_over_timed(
 
 
 def _kept_host(
-    found: dict[str, list[int]], host: HostConfig | None, ledger: Ledger | None, *, has_offload: bool
+    found: dict[str, list[int]],
+    host: HostConfig | None,
+    ledger: Ledger | None,
+    dropped: DroppedMemory,
+    *,
+    has_offload: bool,
 ) -> HostMemory | None:
     """The host pool that was kept, whose descriptors are removed from `found`; None if there is to be a new one."""
     kept, memory = found.pop(HOST_MEMORY_NAME, []), None
@@ -163,7 +176,9 @@ def _kept_host(
             )
             memory = None
     for descriptor in kept:
-        if memory is None or descriptor != memory.descriptor:
+        if memory is None and has_offload:
+            dropped.hold(descriptor)
+        elif memory is None or descriptor != memory.descriptor:  # without offload mode no engine can connect again
             os.close(descriptor)
     return memory
 

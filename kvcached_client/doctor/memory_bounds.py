@@ -20,6 +20,14 @@ class MemoryBound(NamedTuple):
     limit_bytes: int  #: of all that count
     available_bytes: int  #: memory that is left; below 0 if more is in use
     source: str  #: the file with the limit
+    shared_bytes: int = 0  #: of what is in use, shared memory such as that of memfds
+
+    def available_beside(self, shared_bytes: int) -> int:
+        """What is left if so much shared memory is given back.
+
+        Some of that may be in swap space, or in the account of another cgroup: what this one has comes back at most.
+        """
+        return self.available_bytes + min(shared_bytes, self.shared_bytes)
 
 
 def memory_bounds(root: Path = Path("/")) -> list[MemoryBound]:
@@ -37,7 +45,8 @@ def _machine(root: Path) -> Iterator[MemoryBound]:
     path = root / "proc/meminfo"
     sizes = {name: value * 1024 for name, value in _pairs(path)}
     if "MemAvailable:" in sizes:
-        yield MemoryBound(sizes.get("MemTotal:", sizes["MemAvailable:"]), sizes["MemAvailable:"], str(path))
+        available_bytes = sizes["MemAvailable:"]
+        yield MemoryBound(sizes.get("MemTotal:", available_bytes), available_bytes, str(path), sizes.get("Shmem:", 0))
 
 
 def _cgroup(root: Path) -> Iterator[MemoryBound]:
@@ -49,21 +58,29 @@ def _cgroup(root: Path) -> Iterator[MemoryBound]:
         _, controllers, path = line.split(":", 2)
         mounted = root / "sys/fs/cgroup"
         if controllers == "":
-            yield from _limits(mounted, path, "memory.max", "memory.current", "inactive_file")
+            yield from _limits(mounted, path, ("memory.max", "memory.current", "inactive_file", "shmem"))
         elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _limits(mounted / "memory", path, *files)
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_shmem")
+            yield from _limits(mounted / "memory", path, names)
 
 
-def _limits(mounted: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[MemoryBound]:
-    """The limits of a cgroup and its ancestors. In a container, the path may exist only on the host."""
+def _limits(mounted: Path, path: str, names: tuple[str, str, str, str]) -> Iterator[MemoryBound]:
+    """The limits of a cgroup and its ancestors. In a container, the path may exist only on the host.
+
+    Args:
+        mounted: where the controller's files are.
+        path: of the cgroup.
+        names: the files of limit and usage; what memory.stat calls page cache that can be dropped, and shared memory.
+    """
+    limit_name, usage_name, cache_name, shared_name = names
     own = mounted / path.lstrip("/")
     for group in [own, *own.parents]:
         limit = _number(group / limit_name)
         if limit is not None and limit < _UNLIMITED_BYTES:
             usage = _number(group / usage_name) or 0
-            cache = sum(value for name, value in _pairs(group / "memory.stat") if name == cache_name)
-            yield MemoryBound(limit, limit - usage + cache, str(group / limit_name))
+            stat = dict(_pairs(group / "memory.stat"))
+            available_bytes = limit - usage + stat.get(cache_name, 0)
+            yield MemoryBound(limit, available_bytes, str(group / limit_name), stat.get(shared_name, 0))
         if group == mounted:
             return
 

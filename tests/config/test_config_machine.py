@@ -18,6 +18,7 @@ from kvcached.config.machine import check_machine
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached.process import user_names
+from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, boot_id
 from kvcached.recovery.supervise import RESTART_VARIABLE
 from kvcached.storage.backend import GROUP
 from kvcached_client.doctor.memory_bounds import MemoryBound
@@ -281,18 +282,30 @@ def test_memory_that_is_taken_now_is_refused_in_a_trial_unless_it_is_the_daemons
 def test_memory_of_a_daemon_that_is_to_be_restarted_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check at SIGHUP, which may be with another run directory, looks only at what the machine has in all."""
-    path = tmp_path / "kvcached.toml"
-    monkeypatch.setattr(config_machine, "memory_bounds", lambda: [MemoryBound(8 << 20, 1 << 20, "/proc/meminfo")])
+    """The check at SIGHUP refuses what the start would: a new host pool without room even where every pool is gone.
 
-    def exit_code(text: str, *variables: str) -> int:
+    The run directory may be another one, and a pool that is kept needs no room.
+    """
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "new"
+
+    def exit_code(text: str, *variables: str, shared_bytes: int = 7 << 20) -> int:
+        bounds = [MemoryBound(9 << 20, 1 << 20, "/proc/meminfo", shared_bytes)]
+        monkeypatch.setattr(config_machine, "memory_bounds", lambda: bounds)
         path.write_text(text)
-        command = ["check-config", "--config", str(path), "--run-dir", str(tmp_path / "new")]
+        command = ["check-config", "--config", str(path), "--run-dir", str(run_dir)]
         return CliRunner(env=dict.fromkeys(variables, "1")).invoke(main, command).exit_code
 
     assert exit_code(HOST) == 2
     assert exit_code(HOST, RESTART_VARIABLE) == 0
-    assert exit_code(HOST.replace("8MiB", "9MiB"), RESTART_VARIABLE) == 2
+    assert exit_code(HOST, RESTART_VARIABLE, shared_bytes=(7 << 20) - 1) == 2
+    assert exit_code(HOST.replace("8MiB", "10MiB"), RESTART_VARIABLE, shared_bytes=10 << 20) == 2
+
+    run_dir.mkdir()
+    host = load(tmp_path, HOST).host
+    assert host is not None
+    record = HostPoolRecord(device=1, inode=1, slabs=host.slabs, slab_bytes=host.slab_bytes, allocated={})
+    LedgerFile(run_dir / LEDGER_NAME).write(Ledger(boot=boot_id(), epoch=1, host=record))
+    assert exit_code(HOST, RESTART_VARIABLE, shared_bytes=0) == 0
 
 
 @pytest.mark.parametrize("command", ["serve", "check-config"])

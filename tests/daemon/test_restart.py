@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ from tests.daemon.test_offload import (
     nothing_held,
     seconds_until,
 )
+from tests.project.source_tree import ROOT
 
 
 class Engine:
@@ -336,4 +337,62 @@ def test_another_pool_size_starts_empty(tmp_path: Path) -> None:
         engine.connect()
         assert engine.scheduler.hit("a", 5) == 0
         assert "its blocks are lost" in daemon.log
+        engine.close()
+
+
+#: Has every process take what a file says for the memory that is left, and for shared memory in use.
+_LITTLE_MEMORY = """
+import json, os
+from pathlib import Path
+from kvcached_client.doctor import memory_bounds
+
+def bounds(root=None):
+    left, shared = json.loads(Path(os.environ["BOUNDS"]).read_text())
+    return [memory_bounds.MemoryBound(1 << 40, left, "a limit", shared)]
+
+memory_bounds.memory_bounds = bounds
+"""
+
+
+def host_pools(pid: int) -> dict[int, int]:
+    """How much of each host pool that a process has a descriptor of has been written, by inode."""
+    found = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if "kvcached-host" in str(entry.readlink()):
+                found[entry.stat().st_ino] = entry.stat().st_blocks * 512
+    return found
+
+
+def test_pool_that_engines_still_map_is_no_reason_to_refuse_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for two pools the start is cold: the engine goes on, joins, and gives the old one back."""
+    site, bounds = tmp_path / "site", tmp_path / "bounds"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_LITTLE_MEMORY)
+    bounds.write_text(json.dumps([1 << 40, 0]))
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{ROOT}")
+    monkeypatch.setenv("BOUNDS", str(bounds))
+    text, size_bytes = config(), (SLABS + 1) * SLAB_BYTES
+    with supervised(tmp_path, text) as daemon:
+        engine = Engine(daemon.run_dir)
+        engine.store("a", 5)
+        ((earlier, written_bytes),) = host_pools(daemon.daemon_pid).items()
+        bounds.write_text(json.dumps([size_bytes - written_bytes, written_bytes]))
+        larger = text.replace(f"size_bytes = {SLABS * SLAB_BYTES}", f"size_bytes = {size_bytes}")
+        (tmp_path / "kvcached.toml").write_text(larger)
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.await_ready()
+
+        assert f"its {written_bytes} bytes are free when 1 processes" in daemon.log
+        assert f"({os.getpid()})" in daemon.log
+        assert str(earlier) in Path("/proc/self/maps").read_text()
+        engine.connect()
+        engine.join()
+        assert engine.load("a", 5) == 0
+        engine.store("b", 5)
+        assert engine.load("b", 5) == 5
+        assert str(earlier) not in Path("/proc/self/maps").read_text()
+        assert earlier not in {**host_pools(daemon.process.pid), **host_pools(daemon.daemon_pid)}
         engine.close()

@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvcached import daemon
+from kvcached import daemon, memory_start
 from kvcached.config.schema import Config, load_config
+from kvcached.memory import available
 from kvcached.memory.available import NotEnoughMemory
 from kvcached.memory.device_headers import DeviceHeaders
 from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.dropped import DroppedMemory
 from kvcached.memory.host_pool import HostMemory, MemoryIdentity, create_host_memory
 from kvcached.process.identity import ProcessIdentity, identity_of, pid_namespace
 from kvcached.recovery import device_pools, inheritance
@@ -40,6 +42,7 @@ from kvcached.stopping import Stop
 from kvcached_client.blocks.engine_table import NO_PARENT, Row
 from kvcached_client.blocks.host_layout import slots_per_slab
 from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.doctor.memory_bounds import MemoryBound
 from tests.daemon.conftest import CONFIG
 from tests.recovery.test_engine_pools import IDENTITY, NAMESPACE, Manager, claim, close, manager
 
@@ -100,8 +103,9 @@ def is_kept(directory: Path, text: str, ledger: Ledger) -> bool:
         with ExitStack() as parts:
             pools = EnginePools(0)
             return await inherit(
-                directory, config.host, config.replica, pools, parts, has_offload=config.offload is not None
-            )
+                directory, config.host, config.replica, pools, DroppedMemory(), parts,
+                has_offload=config.offload is not None,
+            )  # fmt: skip
 
     return asyncio.run(start()).is_kept
 
@@ -260,13 +264,97 @@ def test_start_waits_for_memory_only_where_some_was_kept(
     """Where an earlier daemon had memory, some of it may not be free yet; else the first look decides."""
     patience: list[float] = []
 
-    async def refuse(size_bytes: int, purpose: str, patience_s: float) -> None:
+    async def refuse(size_bytes: int, purpose: str, patience_s: float, dropped_bytes: int) -> None:
         patience.append(patience_s)
         raise NotEnoughMemory("it needs more")
 
-    monkeypatch.setattr(daemon, "await_available", refuse)
+    monkeypatch.setattr(memory_start, "await_available", refuse)
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
     monkeypatch.setenv("LISTEN_FDS", str(stored))
     with pytest.raises(StartError):
         asyncio.run(cleared_named(configuration(tmp_path, OFFLOAD)))
     assert [each > 0 for each in patience] == [bool(stored)]
+
+
+@contextmanager
+def engine_that_maps(memory: HostMemory) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that maps a host pool, and has no descriptor of it any more."""
+    code = f"import mmap, os; it = mmap.mmap({memory.descriptor}, 0); os.close({memory.descriptor}); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[memory.descriptor], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+async def is_started(config: Config) -> bool:
+    async with AsyncExitStack() as parts:
+        try:
+            await daemon._started(config, 2, Stop(0), parts)
+        except StartError as error:
+            assert "are available (a limit)" in str(error)
+            return False
+        return True
+
+
+@pytest.mark.parametrize("cause", ["another size", "no ledger", "a ledger that fails"])
+@pytest.mark.parametrize("too_much", [0, 1], ids=["there is room", "there is no room without it either"])
+def test_dropped_host_pool_is_no_reason_to_refuse_a_start(
+    tmp_path: Path,
+    kept_by: Manager,
+    host: HostMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    cause: str,
+    too_much: int,
+) -> None:
+    """What engines still map of a pool that is dropped counts as free, and the log names them; not what nobody has."""
+    slabs = SLABS + 2 if cause == "another size" else SLABS
+    text = f"[host]\nsize_bytes = {slabs * SLAB_BYTES}\nslab_bytes = {SLAB_BYTES}\n[offload]\n"
+    size_bytes = SLABS * SLAB_BYTES - SLAB_BYTES // 2  # as far as the pool has been written
+    os.pwrite(host.descriptor, bytes(size_bytes), 0)
+    bound = MemoryBound(100 << 20, slabs * SLAB_BYTES - size_bytes - too_much, "a limit", 50 << 20)
+    monkeypatch.setattr(available, "memory_bounds", lambda *_: [bound])
+    kept_by.store(HOST_MEMORY_NAME, host.descriptor)
+    given = [kept_by.given(), {}]
+    monkeypatch.setattr(inheritance, "take_stored", lambda: given.pop(0))
+
+    take_over = inheritance.take_over_timed
+
+    def fail(*_: object, **__: object) -> None:
+        monkeypatch.setattr(daemon, "take_over_timed", take_over)
+        raise ValueError("what is in the ledger")
+
+    with engine_that_maps(host) as engine:
+        if cause != "no ledger":
+            LedgerFile(tmp_path / LEDGER_NAME).write(ledger_of(host, identity_of(engine.pid)))
+        if cause == "a ledger that fails":
+            monkeypatch.setattr(daemon, "take_over_timed", fail)
+        with caplog.at_level("WARNING"):
+            assert asyncio.run(is_started(configuration(tmp_path, text))) == (not too_much)
+    assert (f"its {size_bytes} bytes are free when 1 processes" in caplog.text) == (not too_much)
+    assert (f"({engine.pid})" in caplog.text) == (not too_much)
+
+
+def test_dropped_memory_is_free_when_nobody_maps_it(host: HostMemory) -> None:
+    """It is counted once however often it was kept, its processes are named while they live, and nothing keeps it."""
+    dropped = DroppedMemory()
+    os.pwrite(host.descriptor, bytes(SLAB_BYTES), 0)
+    for _ in range(2):
+        dropped.hold(os.dup(host.descriptor))
+    with engine_that_maps(host) as engine:
+        assert (dropped.size_bytes, dropped.mapped_by()) == (SLAB_BYTES, [engine.pid])
+    assert dropped.mapped_by() == []
+    descriptors = [Path(entry) for entry in Path("/proc/self/fd").iterdir()]
+    dropped.close()
+    dropped.close()
+    left = [entry for entry in descriptors if entry.exists() and MemoryIdentity(*_file_of(entry)) == host.identity]
+    assert [entry.name for entry in left] == [str(host.descriptor)]
+
+
+def _file_of(entry: Path) -> tuple[int, int]:
+    status = entry.stat()
+    return status.st_dev, status.st_ino

@@ -135,6 +135,36 @@ def test_available_memory_is_the_tightest_limit(
         check_available(available + 1, "it", root=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("dropped", "gained"), [(100_000, 100_000), (10**7, 409_600)], ids=["all of it", "as far as it is there"]
+)
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\nShmem: 400 kB\n"}, 1024000),
+        (MACHINE | VERSION_2 | {"sys/fs/cgroup/a/memory.stat": "inactive_file 50000\nshmem 409600\n"}, 450000),
+        (
+            MACHINE | VERSION_1
+            | {"sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000\nshmem 1\ntotal_shmem 409600\n"},
+            201000,
+        ),
+    ],
+    ids=["machine", "cgroup v2", "cgroup v1"],
+)  # fmt: skip
+def test_dropped_memory_counts_as_available_where_it_is_in_use(
+    tmp_path: Path, files: dict[str, str], available: int, dropped: int, gained: int
+) -> None:
+    """Each limit gets back what it has of shared memory at most; without any dropped memory, nothing."""
+    write_tree(tmp_path, files)
+    if "proc/self/cgroup" in files:  # the cgroup is the tightest limit, whatever the machine gets back
+        write_tree(tmp_path, {"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 2000 kB\n"})
+
+    check_available(available + gained, "it", dropped, root=tmp_path)
+    for dropped_bytes, too_much in ((dropped, available + gained + 1), (0, available + 1)):
+        with pytest.raises(NotEnoughMemory, match=f"{too_much - 1} are available"):
+            check_available(too_much, "it", dropped_bytes, root=tmp_path)
+
+
 @pytest.mark.parametrize(("freed_at", "is_enough"), [(0, True), (3, True), (10**9, False)])
 def test_memory_on_its_way_back_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, freed_at: int, *, is_enough: bool
