@@ -43,7 +43,7 @@ def storage(tmp_path: Path) -> Iterator[EncryptedStorage]:
 
 
 def test_disk_tells_neither_names_nor_bytes(tmp_path: Path, storage: EncryptedStorage) -> None:
-    """No file holds a key, a prefix, the namespace, or any 16 bytes of a block; without encryption they do."""
+    """No file of the backend holds a key, a prefix, the namespace, or 16 bytes of a block; without encryption, all."""
     canaries = [name(1), KIND.prefix(), KIND.namespace, KIND.fingerprint, b"KVCS", bytes(stored(1).parts[2][4096:4112])]
     with opened(tmp_path / "plain") as plain:
         put(plain, 1)
