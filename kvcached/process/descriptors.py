@@ -1,7 +1,9 @@
-"""How many files this process may have open, and what it looks like when it has them all."""
+"""How many files this process may have open, what it looks like when it has them all, and which are the same."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import resource
 import socket
 
@@ -28,3 +30,13 @@ def none_free() -> str:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     what = f"no descriptor is free: this process may have {most} files open"
     return f"{what}; raise LimitNOFILE= of the unit, or ulimit -n"
+
+
+def is_same_memfd(one: int, other: int) -> bool:
+    """Whether two descriptors are of one memfd. Other files may share an inode: those that a CUDA driver exports do."""
+    try:
+        for descriptor in (one, other):
+            fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return os.path.sameopenfile(one, other)

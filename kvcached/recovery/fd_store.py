@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from kvcached.process.descriptors import none_free, was_none_free
+from kvcached.process.descriptors import is_same_memfd, none_free, was_none_free
 from kvcached.process.readable import readable
 
 NOTIFY_VARIABLE: Final = "NOTIFY_SOCKET"
@@ -123,7 +123,7 @@ def is_anything_stored() -> bool:
 def store(name: str, descriptor: int) -> bool:
     """Ask the manager to keep a duplicate of a descriptor under a name, until `remove` or the end of the service.
 
-    A file that is stored twice under one name is kept once.
+    A memfd that is stored twice under one name is kept once.
 
     Returns:
         Whether the request was sent; False without a manager.
@@ -333,7 +333,7 @@ class KeptDescriptors:
         self._kept.clear()
 
     def _keep(self, name: str, descriptor: int) -> None:
-        same = [other for known, other in self._kept if known == name and os.path.sameopenfile(other, descriptor)]
+        same = [other for known, other in self._kept if known == name and is_same_memfd(other, descriptor)]
         if same or len(self._kept) == KEPT_MAX:
             if not same:
                 _log.error("descriptor %s not kept: the limit of %d is reached", name, KEPT_MAX)

@@ -202,6 +202,15 @@ def test_same_memory_is_kept_once(notices: NoticeSocket, kept: KeptDescriptors, 
     assert (kept.names, open_descriptors()) == (["pool"], before + 1)
 
 
+def test_other_files_of_one_inode_are_not_one_memory(kept: KeptDescriptors, memfd: Callable[[bytes], int]) -> None:
+    """Memories of a CUDA device that share an inode stay two: the next daemon cannot tell them apart."""
+    for _ in range(2):
+        kept.take(Notice({"FDSTORE": "1", "FDNAME": "device-r-0"}, [os.open("/dev/null", os.O_RDWR)]))
+    kept.take(Notice({"FDSTORE": "1", "FDNAME": "device-r-0"}, [os.dup(memfd(b""))]))
+
+    assert kept.names == ["device-r-0"] * 3
+
+
 def test_store_has_a_limit(
     kept: KeptDescriptors, memfd: Callable[[bytes], int], caplog: pytest.LogCaptureFixture
 ) -> None:
