@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final, Self
 
-from kvcached.memory.engine_record import POOL_ID_BYTES, RECORD_BYTES, EngineRecord, PoolHead
+from kvcached.memory.engine_record import POOL_ID_BYTES, RECORD_BYTES, EngineRecord, PoolHead, claim_digest
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import memory_fault, sealed_memfd
 from kvcached_client.blocks.engine_table import RANKS_MAX, EngineTable, table_bytes
@@ -38,7 +38,7 @@ class EnginePool:
         table: its table, mapped so that no forked child has it.
         record: what the daemon knows of it; so is this.
         head: what the pool is.
-        claim: of the start of the engine that has asked for it last; empty if that was asked of an earlier daemon.
+        claim: a digest, of the start of the engine that has asked for it last; empty if nobody knows it.
     """
 
     def __init__(self, descriptors: Mapping[int, int], head: PoolHead) -> None:
@@ -48,7 +48,7 @@ class EnginePool:
             DaemonFailure: the kernel refused to map them; the descriptors are still the caller's.
         """
         self.head = head
-        self.claim = ""
+        self.claim = b""
         record = map_sealed(descriptors[RECORD_PART], RECORD_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
         self.record = EngineRecord(memoryview(record))
         mapped = map_sealed(descriptors[0], table_bytes(head.blocks), mmap.PROT_READ | mmap.PROT_WRITE)
@@ -132,6 +132,15 @@ class EnginePool:
     def is_on_cuda(self) -> bool:
         """Whether its memory is on CUDA devices."""
         return bool(self.head.devices)
+
+    def note_claim(self, claim: str, now_s: int) -> None:
+        """A start of an engine asks for it, in seconds since the machine's start."""
+        self.claim = claim_digest(claim)
+        self.record.note_use(now_s, self.claim)
+
+    def is_claimed_by(self, claim: str) -> bool:
+        """Whether this start of an engine has asked for it last."""
+        return self.claim == claim_digest(claim)
 
     def fits(self, name: str, ranks: int, rank_bytes: int, blocks: int) -> bool:
         """Whether it is what an engine of this name and these sizes has left."""

@@ -1,14 +1,16 @@
 """What the daemon has recorded of an engine pool, for the next daemon: a page of memory that no engine gets.
 
-The head says what the pool is and whose. Behind it stand when it was asked for last, and who was given each piece of
-memory last, and who copies there for that process. The table of the pool, which its engines write, tells none of this:
-an engine could make the pool another user's, and have its memory handed to that user's engine.
+The head says what the pool is and whose. Behind it stand when it was asked for last, for which start of its engine, and
+who was given each piece of memory last, and who copies there for that process. The table of the pool, which its engines
+write, tells none of this: an engine could make the pool another user's, and have its memory handed to that user's
+engine.
 
 Pieces on CUDA devices are made one by one, when their ranks ask for them. The head names the device of each.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import uuid
 import zlib
@@ -35,6 +37,9 @@ _NO_DEVICE: Final = bytes(_MEMORY.size)
 _DEVICE_PREFIX: Final = "GPU-"
 _USED_AT: Final = 2048  #: seconds since the machine's start
 _USED: Final = struct.Struct("<Q")
+#: Of the start that has asked last: `used_s` as it noted it, a digest of its claim, their checksum.
+_CLAIM_AT: Final = _USED_AT + _USED.size
+_CLAIM: Final = struct.Struct("<Q32s")
 _WRITERS_AT: Final = 2560  #: pid, start time and pid namespace of each writer
 _WRITER: Final = struct.Struct("<QQQ")
 
@@ -147,6 +152,22 @@ class EngineRecord:
         (used_s,) = _USED.unpack_from(self._memory, _USED_AT)
         return int(used_s)
 
-    def note_use(self, now_s: int) -> None:
-        """Note that an engine asks for the pool."""
+    @property
+    def claim(self) -> bytes:
+        """Digest of the claim of the start that has asked last; empty if that asked a daemon that notes none."""
+        packed = bytes(self._memory[_CLAIM_AT : _CLAIM_AT + _CLAIM.size])
+        used_s, digest = _CLAIM.unpack(packed)
+        is_whole = _CHECKSUM.unpack_from(self._memory, _CLAIM_AT + _CLAIM.size) == (zlib.crc32(packed),)
+        return bytes(digest) if is_whole and used_s == self.used_s else b""
+
+    def note_use(self, now_s: int, claim: bytes) -> None:
+        """Note that a start of an engine, with this digest of its claim, asks for the pool."""
+        packed = _CLAIM.pack(now_s, claim)
+        self._memory[_CLAIM_AT : _CLAIM_AT + _CLAIM.size] = packed
+        _CHECKSUM.pack_into(self._memory, _CLAIM_AT + _CLAIM.size, zlib.crc32(packed))
         _USED.pack_into(self._memory, _USED_AT, now_s)
+
+
+def claim_digest(claim: str) -> bytes:
+    """What is written down of a claim, which may be too long for its place."""
+    return hashlib.sha256(claim.encode()).digest()

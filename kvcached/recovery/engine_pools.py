@@ -91,6 +91,8 @@ class EnginePools:
             except UnknownWriter:
                 self._give_back(pool, "nobody can see from here whether the engine that had it is dead")
                 continue
+            if self._is_used(pool):  # further processes of the same start may ask
+                pool.claim = pool.record.claim
             _log.info("engine pool %s of %s is kept: %d bytes", pool_id, pool.head.name, pool.size_bytes)
         self._make_room("", 0)
 
@@ -168,8 +170,7 @@ class EnginePools:
                 "choose a shorter name",
             )
         pool = self._claimed(request) or self._left(request) or self._make(request)
-        pool.claim = request.claim
-        pool.record.note_use(int(self._now_s()))
+        pool.note_claim(request.claim, int(self._now_s()))
         return pool
 
     def _pool_in_use(self, request: ClaimPool, user: str) -> EnginePool:
@@ -177,7 +178,7 @@ class EnginePools:
         request, rank = _owned(request, user), request.rank or 0
         for pool in self._pools:
             is_meant = pool.head.pool_id == request.pool and _fits(pool, request) and rank < pool.head.ranks
-            is_claimed = pool.claim in {"", request.claim}  # an earlier daemon was asked, or this one
+            is_claimed = not pool.claim or pool.is_claimed_by(request.claim)  # or an earlier daemon was asked
             if is_meant and is_claimed and pool.head.devices[rank] == request.device:
                 return pool
         raise request_error(
@@ -221,7 +222,7 @@ class EnginePools:
     def _claimed(self, request: ClaimPool) -> EnginePool | None:
         """The pool that another process of the same start has asked for."""
         for pool in self._pools:
-            if pool.claim == request.claim:
+            if pool.is_claimed_by(request.claim):
                 if _fits(pool, request):
                     return pool
                 raise request_error(

@@ -236,6 +236,39 @@ def test_next_daemon_takes_pools_over(pools: EnginePools, manager: Manager) -> N
     later.close()
 
 
+def test_processes_of_one_start_get_one_pool_from_two_daemons(pools: EnginePools, manager: Manager) -> None:
+    """A rank and the scheduler that ask after a restart of the daemon get the pool of the rank that asked before it."""
+    first, descriptors = claim(pools, "first", rank=0)
+    lock, found = held(descriptors[1]), manager.given()
+    pools.close()
+
+    later = EnginePools(2 * POOL_BYTES)
+    later.take_over(found)
+    again = [claim(later, "first", rank=rank) for rank in (1, None)]
+    other = claim(later, "second", rank=0)
+    assert [each.pool == first.pool for each, _ in (*again, other)] == [True, True, False]
+    for _, each in (*again, other):
+        close(each)
+    os.close(lock)
+    later.close()
+    close(descriptors)
+
+
+def test_claim_of_a_start_that_has_ended_is_forgotten_with_its_daemon(pools: EnginePools, manager: Manager) -> None:
+    """The next daemon holds nothing of it against a start that calls itself the same and has other sizes."""
+    first, descriptors = claim(pools, "start")
+    close(descriptors)
+    found = manager.given()
+    pools.close()
+
+    later = EnginePools(2 * POOL_BYTES)
+    later.take_over(found)
+    again, descriptors = claim(later, "start", rank_bytes=RANK_BYTES // 2)
+    assert again.pool != first.pool
+    close(descriptors)
+    later.close()
+
+
 @pytest.mark.parametrize("missing", ["-0", "-1", "-2", "-65"])
 def test_pool_that_is_not_whole_is_dropped(missing: str, pools: EnginePools, manager: Manager) -> None:
     """Without one of its parts a pool is no pool: ranks come back together, or not at all."""
