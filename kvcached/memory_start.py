@@ -54,6 +54,7 @@ def _warn_of_processes(size_bytes: int, purpose: str, dropped: DroppedMemory) ->
         if pids:
             _log.warning(
                 "%s needs %d bytes, and counts on the host pool that this start has dropped: its %d bytes are free "
-                "when %d processes have connected again or ended (%s)",
-                purpose, size_bytes, dropped.size_bytes, len(pids), ", ".join(map(str, pids[:_NAMED_MAX])),
+                "when each process that maps it has connected again or ended (pid %s%s)",
+                purpose, size_bytes, dropped.size_bytes, ", ".join(map(str, pids[:_NAMED_MAX])),
+                f" and {len(pids) - _NAMED_MAX} more" if len(pids) > _NAMED_MAX else "",
             )  # fmt: skip
