@@ -21,6 +21,7 @@ A miss is not an error: `match` and `acquire` return zero blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -229,4 +230,14 @@ def request_in_use(name: str, state: str) -> RequestError:
         f"request {name!r} {state}, and a second lease would be on the same slots",
         "give each request an id of its own, also a retry of your client's; "
         "repeat an acquire with its id only after it got no reply",
+    )
+
+
+def stores_called_off(transfers: Sequence[int]) -> RequestError:
+    """The exception for stores that a shard has made in slots that were others' by then."""
+    return request_error(
+        ErrorCode.ALREADY_RELEASED,
+        f"stores that were called off before this shard had made them: {', '.join(map(str, transfers))}. Their slots "
+        "were free for other stores: blocks there may be damaged now, and are then found bad by whoever loads them",
+        "cancel a store only when each shard has refused its job, or has ended it",
     )

@@ -36,6 +36,7 @@ from kvcached_client.errors import (
     Stale,
     bad_value,
     request_error,
+    stores_called_off,
 )
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import JoinedHost
@@ -59,11 +60,7 @@ STORES_PER_REPORT_MAX: Final = LEASES_PER_MESSAGE_MAX + 1
 
 
 def check_stores(jobs: Sequence[BlockJob]) -> None:
-    """Check how many stores are reported together.
-
-    Raises:
-        BadRequest: there are none, or more than `STORES_PER_REPORT_MAX`.
-    """
+    """Raise BadRequest where there are none, or too many to be reported together."""
     if not 1 <= len(jobs) <= STORES_PER_REPORT_MAX:
         raise bad_value(f"{len(jobs)} stores in one call", f"give 1 to {STORES_PER_REPORT_MAX}")
 
@@ -177,7 +174,8 @@ class OffloadShard:
     def store(self, job: BlockJob, *, after: Mark | None = None) -> None:
         """Copy blocks into the host pool, and report to the daemon that they are there.
 
-        If it raises, it has reported the failure, if the daemon could be reached, and nobody finds the blocks.
+        If it raises, the failure is reported where the daemon can be reached, and nobody finds the blocks; only after
+        `DeadlineExceeded` or `DaemonUnreachable` it is unknown whether they are found.
 
         Args:
             job: blocks to copy.
@@ -186,9 +184,10 @@ class OffloadShard:
         Raises:
             BadRequest: the job contradicts itself, names blocks that do not exist, or was made or has failed before;
                 nothing was copied.
-            Refused: the host pool is mapped read-only; nothing was copied.
+            Refused: the host pool is mapped read-only, and nothing was copied; or the store was called off before its
+                report (`already_released`), so that it may have damaged blocks of other stores in its slots.
             Stale: the session is over.
-            TransportError: the daemon did not reply, even when the report was repeated.
+            TransportError: the daemon did not reply, even when the report was repeated. What is found is whole.
             DeviceError: the device failed. Most failures are for good: then every later copy fails, too.
         """
         self.store_all((job,), after=after)
@@ -196,8 +195,8 @@ class OffloadShard:
     def store_all(self, jobs: Sequence[BlockJob], *, after: Mark | None = None) -> None:
         """As `store` of each job, with one call that copies and one report.
 
-        If it raises, nobody finds the blocks of any of the jobs. Another number of jobs than `jobs` allows is refused
-        before anything is copied or reported.
+        If it raises, what `store` says holds for the blocks of all jobs; but where stores were called off, the others
+        are stored. Another number of jobs than `jobs` allows is refused before anything is copied or reported.
 
         Args:
             jobs: at least one, and at most `STORES_PER_REPORT_MAX`.
@@ -218,7 +217,8 @@ class OffloadShard:
                 self._report_failure("store", jobs, error)
                 raise
             failpoint("offload.store.written")
-            self._settle(self._done("store", jobs))
+            if ended := self._settle(self._done("store", jobs)).ended:
+                raise stores_called_off(ended)
 
     def load(self, job: BlockJob, *, after: Mark | None = None) -> list[int]:
         """Copy blocks out of the host pool, and report to the daemon that the slots are no longer read.
@@ -327,12 +327,12 @@ class OffloadShard:
             more=tuple(job.transfer for job in jobs[1:]),
         )
 
-    def _settle(self, request: TransferDone) -> None:
+    def _settle(self, request: TransferDone) -> Settled:
         """Send a report; if no reply came, repeat it with the same id: the daemon counts it once."""
         try:
-            self._channel.ask(request, Settled)
+            return self._channel.ask(request, Settled)[0]
         except DeadlineExceeded:
-            self._channel.ask(request, Settled)
+            return self._channel.ask(request, Settled)[0]
 
     def _telling_of_load(self, request: TransferDone, frames: Sequence[bytes]) -> Steps[None]:
         """Send a report, and take its reply later. A daemon that hangs reads the report when it goes on."""

@@ -229,6 +229,8 @@ class StoresPrepared(Header, frozen=True, kw_only=True, tag="stores_prepared"):
 class Settled(Header, frozen=True, kw_only=True, tag="settled"):
     """Answer to `TransferDone`."""
 
+    ended: tuple[Id, ...] = ()  #: stores that a shard says it has made, and that were called off before it said so
+
 
 class Cleared(Header, frozen=True, kw_only=True, tag="cleared"):
     """Answer to `Clear`."""

@@ -34,7 +34,7 @@ from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.offload_shard import STORES_PER_REPORT_MAX, BlockJob, OffloadShard
 from kvcached_client.protocol.attach import JoinedHost
-from kvcached_client.protocol.engine import Header, Request, TransferDone, error_reply
+from kvcached_client.protocol.engine import Header, Request, Settled, TransferDone, error_reply
 from kvcached_client.transport import steps
 from kvcached_client.types import TransferId, Verify
 from tests.client.descriptors import held_here_and_in_a_child
@@ -326,6 +326,15 @@ def test_end_of_the_session_is_a_typed_error_of_a_store(daemon: FakeDaemon, shar
     with pytest.raises(Stale, match="no session 3"):
         shard.store(store_job())
     assert len(daemon.requests) == 1
+
+
+def test_store_that_was_called_off_meanwhile_is_a_typed_error(daemon: FakeDaemon, shard: OffloadShard) -> None:
+    """Its slots were others' already, and may be damaged: who called it off too early hears of it."""
+    daemon.script = lambda request, frames: (Settled(id=request.id, ended=(3,)), [])
+
+    with pytest.raises(Refused, match="called off before this shard had made them: 3") as refused:
+        shard.store_all([store_job(), job(span([1], [2]), transfer=10)])
+    assert (refused.value.code, len(daemon.requests)) == (ErrorCode.ALREADY_RELEASED, 1)
 
 
 def test_load_waits_for_no_reply(daemon: FakeDaemon, shard: OffloadShard) -> None:

@@ -171,6 +171,7 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         [SLOTS, SLOTS],
     ),
     "settled": (Settled(id=22), []),
+    "settled-ended": (Settled(id=37, ended=(301, BIG)), []),
     "cleared": (Cleared(id=26, generation=3, blocks=70_000), []),
     "stats_report": (
         StatsReport(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from kvcached.core.restart.restore import RestoredCache
 from kvcached.service.sessions import FoundSession, Peer
@@ -48,6 +49,26 @@ def test_goodbye_with_copies_under_way_waits_for_the_shards_only(office: Offload
     assert office.forgotten == [scheduler]
     office.die(shard)
     assert office.host_states() == {"free": 8}
+
+
+def test_shard_hears_that_its_store_was_called_off(office: OffloadOffice) -> None:
+    """A shard that has written slots too late is told which stores, each time it asks; nobody else is told anything."""
+    welcome = office.attach(FakePeer(1))
+    late, other, plan = office.storing(2), office.storing(1, seed=1), office.storing(1, seed=2)
+    office.expect(wire.Settled, office.transfer_done(welcome, late.transfer, EVERY_SHARD))
+
+    def ended(done: wire.TransferDone) -> tuple[int, ...]:
+        return office.expect(wire.Settled, done, peer=b"a shard's own").ended
+
+    done = structs.replace(office.transfer_done(welcome, other.transfer, 0), more=(late.transfer, plan.transfer))
+    assert [ended(done), ended(done)] == [(late.transfer,), (late.transfer,)]
+    assert ended(structs.replace(done, id=office.next_id(), shard=1)) == (late.transfer,)
+    assert (office.hit(1, seed=1), office.hit(1, seed=2)) == (1, 1)
+    again = office.transfer_done(welcome, late.transfer, 0)
+    assert ended(again) == (late.transfer,)
+    assert ended(structs.replace(again, id=office.next_id(), error="cut short")) == ()
+    assert ended(structs.replace(again, id=office.next_id(), shard=EVERY_SHARD)) == ()
+    assert ended(structs.replace(again, id=office.next_id(), kind="load")) == ()
 
 
 def test_slots_wait_for_the_last_process(office: OffloadOffice) -> None:

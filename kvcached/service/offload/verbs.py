@@ -153,10 +153,15 @@ class OffloadVerbs:
         session = self._groups.authenticate(SessionId(request.session), request.token).session
         corrupt = tuple(array("i", frames[0])) if frames else ()
         kind, transfer = TransferKind(request.kind), TransferId(request.transfer)
+        ended = []
         for number, bad in ((transfer, corrupt), *((TransferId(more), ()) for more in request.more)):
             state = self._core.transfer_done(session, kind, number, request.shard, request.error, bad)
             self._copy_times.reported(number, state)
-        return Answer(wire.Settled(id=request.id))
+            if state is None:
+                ended.append(number)
+        # What was written into slots that were others' already; a late load or failure harms nobody.
+        has_written = kind is TransferKind.STORE and request.shard != EVERY_SHARD and not request.error
+        return Answer(wire.Settled(id=request.id, ended=tuple(ended) if has_written else ()))
 
     def _store(self, session: SessionId, lease: LeaseId, start: int, keys: bytes) -> StorePlan:
         plan = self._core.prepare_store(session, lease, start, keys)
