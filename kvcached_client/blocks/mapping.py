@@ -47,16 +47,21 @@ def map_sealed(descriptor: int, size_bytes: int, protection: int) -> Buffer:
     Raises:
         DaemonFailure: the memory is not sealed, is too small, or cannot be mapped.
     """
+    if why := why_unfit(descriptor, size_bytes):
+        raise unusable(why)
+    return _map_shared(descriptor, size_bytes, protection)
+
+
+def why_unfit(descriptor: int, size_bytes: int) -> str:
+    """Why the first `size_bytes` of memory must not be mapped by several processes; "" where they may."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        raise unusable("it cannot carry seals") from None
+    except (OSError, ValueError):  # a negative descriptor is a ValueError
+        return "it cannot carry seals"
     if seals & SEALS != SEALS:
-        raise unusable(f"seals {seals:#x} lack some of {SEALS:#x}")
+        return f"seals {seals:#x} lack some of {SEALS:#x}"
     actual_bytes = os.fstat(descriptor).st_size
-    if actual_bytes < size_bytes:
-        raise unusable(f"{actual_bytes} bytes, at least {size_bytes} are needed")
-    return _map_shared(descriptor, size_bytes, protection)
+    return "" if actual_bytes >= size_bytes else f"{actual_bytes} bytes, at least {size_bytes} are needed"
 
 
 def prefer_huge_pages(address: int, size_bytes: int) -> None:

@@ -109,7 +109,8 @@ class CopyProcess:
             start_ms: limit for all of it.
 
         Raises:
-            BadRequest: the tensors are not all in the memory, or are on the CPU, and there is none.
+            BadRequest: the tensors are not all in the memory; or they are on the CPU, and there is none, or it lacks
+                the seals against shrinking, growing and further seals.
             DaemonUnreachable: there is no daemon.
             DeadlineExceeded: the process has not joined in time; it was killed.
             RequestError: as `OffloadShard.join`.

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcached_client.blocks.mapping import why_unfit
 from kvcached_client.blocks.pages import EnginePages, LayerPages
 from kvcached_client.copy_process.messages import OnDevice, PackedLayer, PoolClaim
 from kvcached_client.errors import bad_value
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 class EngineMemory(NamedTuple):
     """One piece of memory of which all of an engine's tensors are a part.
 
-    On the CPU it is sealed memory that the daemon keeps for the engine. On a CUDA device it is memory that the engine
-    has exported (``cuMemExportToShareableHandle``, a POSIX descriptor), all of which is mapped at `address`; or memory
-    that the daemon keeps for the engine.
+    On the CPU it is sealed memory: the engine's own, or what the daemon keeps for it. On a CUDA device it is memory
+    that the engine has exported (``cuMemExportToShareableHandle``, a POSIX descriptor), all of which is mapped at
+    `address`; or memory that the daemon keeps for the engine.
 
     Attributes:
         descriptor: of the memory; the caller's. If it is the one that `lock_memory` has returned, the lock holds until
@@ -67,10 +68,17 @@ def shared(pages: EnginePages, memory: EngineMemory | None, marks: MarkWriter | 
         marks: of tensors on a device.
 
     Raises:
-        BadRequest: the tensors are not all in the memory; or they are on the CPU, and there is none.
+        BadRequest: the tensors are not all in the memory; or they are on the CPU, and there is none, or it is not
+            sealed.
         DeviceError: the driver does not share the allocations.
     """
     if memory is not None:
+        if marks is None and (why := why_unfit(memory.descriptor, memory.size_bytes)):
+            raise bad_value(
+                f"the memory of the tensors, descriptor {memory.descriptor}: {why}",
+                "make it by memfd_create with MFD_ALLOW_SEALING, give it its size by ftruncate, and add the seals "
+                "F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL",
+            )
         whole = (range(memory.address, memory.address + memory.size_bytes),)
         device = None if marks is None else OnDevice(pages.device.device.uuid, marks.descriptor, (), memory.claim)
         return SharedMemory(memory.descriptor, memory.size_bytes, device, _layers_in(pages, whole))

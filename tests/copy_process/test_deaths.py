@@ -218,11 +218,13 @@ def test_process_that_cannot_be_started_is_not_one_that_was_killed(
 
 def test_process_that_cannot_go_on_says_why_though_it_has_ended(engine: Engine) -> None:
     """A refusal is heard by who joins later, when the process is long gone."""
-    prepared = CopyProcess.prepare(0, engine.pages, engine.memory._replace(descriptor=os.memfd_create("other")))
+    unwritable = os.open(f"/proc/self/fd/{engine.memory.descriptor}", os.O_RDONLY)
+    prepared = CopyProcess.prepare(0, engine.pages, engine.memory._replace(descriptor=unwritable))
+    os.close(unwritable)
     dead = os.pidfd_open(prepared.pid)
     assert select.select([dead], [], [], PATIENCE_S)[0]
     os.close(dead)
-    with pytest.raises(KvcachedError, match="memory"):
+    with pytest.raises(KvcachedError, match=r"memory: .* Permission denied"):
         prepared.join(engine.scheduler.client.session)
 
     killed = CopyProcess.prepare(0, engine.pages, engine.memory)
