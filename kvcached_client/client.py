@@ -75,6 +75,8 @@ class ClientSteps(EngineSession):
         """`Client.connect`: one attempt, which blocks."""
         if failures not in get_args(Failures):
             raise ValueError(f"failures is {failures!r}, not one of {', '.join(get_args(Failures))}")
+        if reserve_blocks < 0:
+            raise ValueError(f"reserve_blocks is {reserve_blocks}, and 0 is the least: it holds no slots in reserve")
         channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures=failures)
         try:
             fingerprint = "" if layout is None else layout.fingerprint()
@@ -112,11 +114,7 @@ class ClientSteps(EngineSession):
         return self._channel.misses.last_failure
 
     def chain(self, tokens: Tokens = (), *, lora: str = "", salt: str = "") -> KeyChain:
-        """A chain of keys. Its root is the session's namespace, the LoRA adapter and the tenant's salt.
-
-        Raises:
-            BadRequest: see `KeyChain`.
-        """
+        """A `KeyChain`, with its errors. Its root is the session's namespace, the LoRA adapter and a tenant's salt."""
         namespace, block_size, algorithm = self._chain_kind
         return KeyChain(namespace, block_size, tokens, lora=lora, salt=salt, algorithm=algorithm)
 
@@ -288,7 +286,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
 
         Raises:
             ValueError: `failures` is neither "raise" nor "miss", `deadline_ms` is less than 1 or more than 24 days, or
-                `wait_s` negative.
+                `wait_s` or `reserve_blocks` negative.
             NoCapacity: there are fewer free slots than `reserve_blocks`.
             DaemonUnreachable, DeadlineExceeded: there is no daemon, or it does not reply.
             Refused: the replica is unknown; its layout is another one; another session holds the pool, maybe one of

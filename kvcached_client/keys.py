@@ -81,9 +81,7 @@ def _payload(field: int | str | bytes) -> tuple[bytes, bytes]:
             return b"b", field
         return b"i", struct.pack("<q", field)
     except (UnicodeEncodeError, struct.error) as error:
-        why = error if isinstance(field, (str, int)) else f"it is a {type(field).__name__}"
-        fix = "use UTF-8 text, bytes, 64-bit integers; leave lora or salt out where there is none"
-        raise bad_value(f"{field!r} cannot enter a key: {why}", fix) from None
+        raise bad_value(f"{field!r} cannot enter a key: {error}", "use UTF-8 text, bytes, 64-bit integers") from None
 
 
 def namespace_root(
@@ -118,11 +116,15 @@ def chain_root(namespace: bytes, *, lora: str = "", salt: str = "") -> bytes:
     """The 32-byte state before a request's first block; "" = no adapter, no salt.
 
     Raises:
-        BadRequest: `namespace` is not 32 bytes long, or a name is not UTF-8.
+        BadRequest: `namespace` is not 32 bytes long, or a name is no text, or not UTF-8.
     """
     if len(namespace) != ROOT_SIZE_BYTES:
         fix = f"it has {ROOT_SIZE_BYTES}: that of the client, or of `namespace_root`"
         raise bad_value(f"namespace root of {len(namespace)} bytes", fix)
+    for name, value in (("lora", lora), ("salt", salt)):
+        if not isinstance(value, str):  # a number would be another adapter than its text
+            fix = "use text, and leave lora or salt out where there is none"
+            raise bad_value(f"{name} cannot enter a key: it is a {type(value).__name__}", fix)
     return blake3(encode_fields(namespace, lora, salt), derive_key_context=CHAIN_CONTEXT).digest()
 
 

@@ -180,8 +180,7 @@ def acquiring(
     check_chain(chain)
     tokens, key_count = chain.token_count, chain.block_count
     _check_prompt(tokens, prompt_tokens, reserve_tokens, cache, priority)
-    if len(tenant) > TENANT_CHARS_MAX:
-        raise bad_value(f"a tenant of {len(tenant)} characters", f"a tenant's name has at most {TENANT_CHARS_MAX}")
+    _check_tenant(tenant)
     prompt_blocks = blocks_of(tokens, chain.block_size)
     more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
     own_blocks = key_count if prompt_tokens is None else prompt_tokens // chain.block_size
@@ -277,6 +276,16 @@ def _check_prompt(tokens: int, prompt_tokens: int | None, reserve_tokens: int, c
             f"at least one token; cache is one of {', '.join(_CACHE_POLICIES)}; priorities go from"
             f" {PRIORITY_MIN} to {PRIORITY_MAX}",
         )
+
+
+def _check_tenant(tenant: object) -> None:
+    if isinstance(tenant, str):
+        if len(tenant) <= TENANT_CHARS_MAX:
+            return
+        what = f"{len(tenant)} characters"
+    else:
+        what = f"the type {type(tenant).__name__}"
+    raise bad_value(f"a tenant of {what}", f"a tenant's name is text of at most {TENANT_CHARS_MAX} characters")
 
 
 def _known_blocks(channel: SessionChannel, chain: KeyChain, key_count: int) -> int:

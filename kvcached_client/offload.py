@@ -306,11 +306,15 @@ class OffloadClient(EngineSession):
         self._preparations.cancel("store", transfer, why)
 
     def release(self, lease: LeaseId) -> None:
-        """Give a lease back. Its copies in flight continue."""
+        """Give a lease back. Its copies in flight continue. Does nothing if it is given back, as by a call before."""
         request = Release(id=self._channel.next_id(), epoch=self.epoch, lease=lease)
         self._channel.send(request)
         self._holds.drop(lease)
-        self._channel.receive(request, Released)
+        try:
+            self._channel.receive(request, Released)
+        except Refused as error:
+            if error.code is not ErrorCode.ALREADY_RELEASED:
+                raise
 
     def post_release(self, lease: LeaseId) -> None:
         """Give a lease back without waiting for the reply. A refusal goes unnoticed."""
@@ -327,10 +331,7 @@ class OffloadClient(EngineSession):
         return self._channel.ask(request, Pinned, (check_keys(keys),))[0].host
 
     def settle(self) -> None:
-        """Give back what was granted after a deadline had passed.
-
-        Every other call does that, too; this one is for an engine that has no other call to make.
-        """
+        """Give back what was granted after a deadline, as every other call does, for an engine that makes no other."""
         self._preparations.cancel_late()
         self.match(b"", 0)  # late replies arrive before the reply to this
         self._channel.give_back_late()

@@ -14,7 +14,7 @@ from kvcached_client.aio.lease import AsyncLease
 from kvcached_client.aio.replies import Replies
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.client import ClientSteps
-from kvcached_client.errors import DaemonUnreachable, KvcachedError
+from kvcached_client.errors import DaemonUnreachable, KvcachedError, TransportError
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import LeaseOptions
 from kvcached_client.prefetch import PrefetchOptions, PrefetchResult, prefetching
@@ -141,7 +141,13 @@ class AsyncClient(ClientSteps):
     async def carry_out(self, steps: Steps[T]) -> T:
         """The result of a call, which is sent now, or as soon as there is a place and no attempt to rejoin."""
         async with self._places:
-            return await self._carry_out(steps)
+            try:
+                return await self._carry_out(steps)
+            except TransportError as error:
+                if not self._is_closed:
+                    raise
+                # Its connection was ended by `aclose`, which says nothing about the daemon.
+                raise DaemonUnreachable(f"this client of {self._channel.endpoint} is closed; connect again") from error
 
     async def _carry_out(self, steps: Steps[T]) -> T:
         while self._rejoining is not None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvcached_client.errors import (
+    BadRequest,
     DaemonSilent,
     ErrorCode,
     RequestError,
@@ -41,7 +42,7 @@ from kvcached_client.protocol.engine import (
     salvage_id,
 )
 from kvcached_client.protocol.fields import check_frames, check_reply_frames
-from kvcached_client.transport.wording import method_of
+from kvcached_client.transport.wording import about_argument, method_of
 from kvcached_client.types import LeaseId, RequestId, TransferId
 
 #: With more requests pending, the daemon is lost. ZeroMQ's own queues are as short.
@@ -128,7 +129,10 @@ class PendingCalls:
             DaemonSilent: `ACQUIRES_MAX` acquires have no reply, and this is another one.
         """
         header = _encode(request)
-        decode_request(header)
+        try:
+            decode_request(header)
+        except BadRequest as error:
+            raise about_argument(request, error) from None
         check_frames(request, frames)
         if not isinstance(request, (Heartbeat, Release)) or request.reply:
             if len(self._deadlines_ns) >= PENDING_MAX:

@@ -17,6 +17,7 @@ from kvcached_client.aio import AsyncClient, AsyncLease
 from kvcached_client.protocol.engine import (
     Acquire,
     Acquired,
+    Bye,
     Commit,
     DeclareEnded,
     DeclareOver,
@@ -409,6 +410,28 @@ def test_closed_client_leaves_nothing_in_the_loop(daemon: FakeDaemon) -> None:
         return left
 
     assert asyncio.run(with_client()) == [False, False]
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["no reply", "hung up"])
+def test_close_ends_the_calls_under_way(daemon: FakeDaemon, *, is_gone: bool) -> None:
+    """Calls that wait while their client is closed say that it is, and blame neither the daemon nor a deadline."""
+
+    def script(request: Request, _: list[bytes]) -> Answer:
+        if is_gone and isinstance(request, Bye):
+            daemon.detach()
+        return (SILENCE, []) if isinstance(request, Match) else None
+
+    daemon.script = script
+
+    async def work(client: AsyncClient) -> None:
+        has_come = arrival(daemon, Match)
+        waiting = asyncio.create_task(client.match(client.chain(range(8))))
+        assert await has_come()
+        await client.aclose()
+        with pytest.raises(DaemonUnreachable, match=r"this client of .* is closed"):
+            await waiting
+
+    run(daemon, work, deadline_ms=60_000)
 
 
 def test_connect_needs_a_daemon(tmp_path: Any) -> None:

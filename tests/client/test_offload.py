@@ -11,7 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcached_client.errors import BadRequest, DeadlineExceeded, ErrorCode, RequestError, Stale, request_error
+from kvcached_client.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    ErrorCode,
+    Refused,
+    RequestError,
+    Stale,
+    request_error,
+)
 from kvcached_client.offload import Offered, OffloadClient, OffloadLayout, PreparedLoad, PreparedStore
 from kvcached_client.protocol.engine import (
     EVERY_SHARD,
@@ -50,8 +58,9 @@ class Script:
         self.knows_nothing = False
         self.load_blocks = 2  #: of the load that an acquire announces
         self.outcomes_max = 64
+        self.refusal: ErrorCode | None = None  #: of releases
 
-    def __call__(self, request: Any, frames: list[bytes]) -> Any:  # noqa: PLR0911 - by verb
+    def __call__(self, request: Any, frames: list[bytes]) -> Any:  # noqa: C901, PLR0911 - by verb
         if type(request) in self.silent:
             self.silent.discard(type(request))
             return SILENCE, []
@@ -71,6 +80,8 @@ class Script:
                 return self._stores(request)
             case TransferDone():
                 return Settled(id=request.id), []
+            case Release() if self.refusal is not None:
+                return error_reply(request.id, request_error(self.refusal, "no", "see")), []
             case Pin():
                 return Pinned(id=request.id, device=0, host=2), []
         return None
@@ -331,6 +342,18 @@ def test_release_may_be_posted(client: OffloadClient, daemon: FakeDaemon) -> Non
     (release,) = daemon.of(Release)
     assert isinstance(release, Release)
     assert (release.lease, release.reply) == (1, False)
+
+
+def test_release_may_be_repeated(client: OffloadClient, script: Script) -> None:
+    """A release that got no reply in time may have taken effect: repeated, it is no error. Other refusals are."""
+    script.silent = {Release}
+    with missed_deadline(client):
+        client.release(LeaseId(1))
+    script.refusal = ErrorCode.ALREADY_RELEASED
+    client.release(LeaseId(1))
+    script.refusal = ErrorCode.FOREIGN_LEASE
+    with pytest.raises(Refused, match="foreign_lease"):
+        client.release(LeaseId(1))
 
 
 def test_engine_pins_in_its_own_namespace(client: OffloadClient, daemon: FakeDaemon) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from kvcached_client import BadRequest, Client
+from kvcached_client import AsyncClient, BadRequest, Client
 from kvcached_client.errors import ErrorCode, Fault, request_error
 from kvcached_client.offload import OffloadClient, OffloadLayout
 from kvcached_client.protocol.engine import Acquire, ErrorReply, Hello, HelloOffload, decode_request, encode
@@ -98,3 +98,22 @@ def test_keys_that_are_cut_are_told(daemon: FakeDaemon) -> None:
     client = OffloadClient.connect(daemon.run_dir, **GOOD, layout=layout)
     with client, pytest.raises(BadRequest, match="keys of 17 bytes"):
         client.acquire("r", bytes(17), 17)
+
+
+def test_argument_of_another_type_names_itself(daemon: FakeDaemon, connect: Callable[..., Client]) -> None:
+    """A tenant that is no text is told as such by both kinds of client."""
+    client, anyone = connect(), cast("Any", 4)
+    with pytest.raises(BadRequest, match=r"a tenant of the type int .*text of at most 64"):
+        client.acquire("r", client.chain(range(8)), tenant=anyone)
+    daemon.script = Script()
+    layout = OffloadLayout(**LAYOUT)  # type: ignore[arg-type]
+    offload = OffloadClient.connect(daemon.run_dir, **GOOD, layout=layout)
+    with offload, pytest.raises(BadRequest, match="tenant of acquire: expected str, got int"):
+        offload.acquire("r", bytes(16), 17, tenant=anyone)
+
+
+@pytest.mark.parametrize("open_client", [Client.connect, AsyncClient.open])
+def test_reserve_below_nothing_is_told_before_anybody_is_asked(open_client: Callable[..., Any]) -> None:
+    """A negative number of slots is refused as an argument of connect, not as one of the prompt that would hold it."""
+    with pytest.raises(ValueError, match="reserve_blocks is -1"):
+        open_client("/no/such/daemon", reserve_blocks=-1)

@@ -105,8 +105,10 @@ def _keys(chain: KeyChain) -> frozenset[bytes]:
     return frozenset(chain.key_range(block, block + 1) for block in range(chain.block_count))
 
 
-@pytest.mark.parametrize("names", [{"lora": None}, {"salt": None}, {"lora": 1.5}])
+@pytest.mark.parametrize("names", [{"lora": None}, {"salt": None}, {"lora": 1.5}, {"lora": 3}, {"salt": b"3"}])
 def test_name_that_is_no_text_is_refused_with_what_to_do(names: dict[str, Any]) -> None:
-    """None is no adapter and no salt: the error says to leave it out, and of what type the value is."""
-    with pytest.raises(BadRequest, match=r"cannot enter a key: it is a (NoneType|float) .*leave lora or salt out"):
+    """None is no adapter and no salt, and 3 is not "3": the error says which name is of what type, and what to do."""
+    ((name, value),) = names.items()
+    words = f"{name} cannot enter a key: it is a {type(value).__name__} .*leave lora or salt out"
+    with pytest.raises(BadRequest, match=words):
         KeyChain(bytes(32), 16, **names)
