@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.errors import DaemonFailure, DaemonSilent, DeadlineExceeded, KvcachedError, RequestError, Stale
+from kvcached_client.errors import (
+    DaemonFailure,
+    DaemonSilent,
+    DeadlineExceeded,
+    Fault,
+    KvcachedError,
+    RequestError,
+    Stale,
+)
 from kvcached_client.offload import Hold, OffloadClient, OffloadLayout, new_instance
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import NAME_LENGTH_MAX
@@ -194,9 +202,10 @@ class OneProcessEngine:
             level = logging.DEBUG if self._is_lost else logging.WARNING
             self._is_lost = True
             is_answered = not self._silence.note(error)
-        self._log.log(
-            level, "kvcached: nothing is stored or loaded, and the daemon is tried again every %g s: %s", RETRY_S, error
-        )
+        # It is tried again in either case: what has to be corrected may be the daemon's configuration.
+        is_mistake = isinstance(error, RequestError) and error.fault is Fault.CALLER
+        until = " until this is corrected" if is_mistake else f", and the daemon is tried again every {RETRY_S:g} s"
+        self._log.log(level, "kvcached: nothing is stored or loaded%s: %s", until, error)
         if lost is not None:
             lost.close(is_answered=is_answered)
 

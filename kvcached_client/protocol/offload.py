@@ -29,6 +29,8 @@ from kvcached_client.types import Verify
 
 #: The shard in `TransferDone` when a scheduler cancels a copy: all shards.
 EVERY_SHARD: Final = -1
+#: Tokens of the longest block.
+BLOCK_SIZE_MAX: Final = 65_536
 #: Largest block of one shard.
 BLOCK_BYTES_MAX: Final = 1 << 36
 ERROR_LENGTH_MAX: Final = 512
@@ -61,7 +63,7 @@ class HelloOffload(Header, frozen=True, kw_only=True, tag="hello_offload"):
     instance: Fingerprint  #: random, the same in every hello of one engine: a later hello replaces the session
     label: Name  #: name of the namespace for people, such as the model's
     keyspace: Digest  #: of everything that makes blocks with the same keys interchangeable, except the layout
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]  #: tokens
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_SIZE_MAX)]  #: tokens
     shards: Annotated[int, msgspec.Meta(ge=1, le=64)]
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_BYTES_MAX)]  #: of one block on one shard
     fingerprint: Fingerprint  #: of the order of bytes in a block

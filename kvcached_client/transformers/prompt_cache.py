@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, OneProcessSession
 from kvcached_client.keys import KeyChain
 from kvcached_client.offload import PreparedStore
+from kvcached_client.protocol.offload import BLOCK_SIZE_MAX
 from kvcached_client.transformers.model import Model, kv_tensors
 from kvcached_client.transformers.refusals import check_model, check_precision
 from kvcached_client.transformers.staging import Staging, cache_of
@@ -37,8 +38,8 @@ class PromptCache:
 
     def __init__(self, model: Model, run_dir: str | os.PathLike[str] | None, block_size: int, deadline_ms: int) -> None:
         """Use `connect`."""
-        if block_size < 1:
-            raise ValueError(f"block_size {block_size}: a block has at least one token")
+        if not 1 <= block_size <= BLOCK_SIZE_MAX:
+            raise ValueError(f"block_size {block_size}: a block has at least one token, and at most {BLOCK_SIZE_MAX}")
         check_model(model)
         self._model = model
         self._block_size = block_size

@@ -123,7 +123,7 @@ def test_model_without_kv_is_refused(tmp_path: Path) -> None:
         PromptCache.connect(model.eval(), tmp_path)
 
 
-@pytest.mark.parametrize("block_size", [0, -16])
+@pytest.mark.parametrize("block_size", [0, -16, 65_537])
 def test_blocks_have_tokens(tmp_path: Path, block_size: int) -> None:
     """The size of a block is refused before the model computes anything."""
     with pytest.raises(ValueError, match=f"block_size {block_size}"):
