@@ -14,7 +14,7 @@ from kvcached_client.aio.lease import AsyncLease
 from kvcached_client.aio.replies import Replies
 from kvcached_client.blocks.layout import Layout
 from kvcached_client.client import ClientSteps
-from kvcached_client.errors import DaemonUnreachable, KvcachedError, TransportError
+from kvcached_client.errors import DaemonUnreachable, KvcachedError, Stale, TransportError
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import LeaseOptions
 from kvcached_client.prefetch import PrefetchOptions, PrefetchResult, prefetching
@@ -143,10 +143,10 @@ class AsyncClient(ClientSteps):
         async with self._places:
             try:
                 return await self._carry_out(steps)
-            except TransportError as error:
+            except (TransportError, Stale) as error:
                 if not self._is_closed:
                     raise
-                # Its connection was ended by `aclose`, which says nothing about the daemon.
+                # Its session and connection were ended by `aclose`, which says nothing about the daemon.
                 raise DaemonUnreachable(f"this client of {self._channel.endpoint} is closed; connect again") from error
 
     async def _carry_out(self, steps: Steps[T]) -> T:

@@ -14,6 +14,7 @@ import pytest
 
 from kvcached_client import BadRequest, DaemonUnreachable, DeadlineExceeded, FailureReason
 from kvcached_client.aio import AsyncClient, AsyncLease
+from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.engine import (
     Acquire,
     Acquired,
@@ -29,6 +30,7 @@ from kvcached_client.protocol.engine import (
     Rejoin,
     Release,
     Request,
+    error_reply,
 )
 from kvcached_client.types import FenceSequence, pack_ranges
 from tests.client.fake_daemon import BLOCK_SIZE, SILENCE, FakeDaemon
@@ -412,18 +414,21 @@ def test_closed_client_leaves_nothing_in_the_loop(daemon: FakeDaemon) -> None:
     assert asyncio.run(with_client()) == [False, False]
 
 
-@pytest.mark.parametrize("is_gone", [False, True], ids=["no reply", "hung up"])
-def test_close_ends_the_calls_under_way(daemon: FakeDaemon, *, is_gone: bool) -> None:
+@pytest.mark.parametrize("end", ["no reply", "hung up", "no session"])
+def test_close_ends_the_calls_under_way(daemon: FakeDaemon, end: str) -> None:
     """Calls that wait while their client is closed say that it is, and blame neither the daemon nor a deadline."""
 
     def script(request: Request, _: list[bytes]) -> Answer:
-        if is_gone and isinstance(request, Bye):
+        if end == "hung up" and isinstance(request, Bye):
             daemon.detach()
+        if end == "no session" and isinstance(request, Match):
+            return error_reply(request.id, request_error(ErrorCode.NO_SESSION, "silent for too long", "see")), []
         return (SILENCE, []) if isinstance(request, Match) else None
 
     daemon.script = script
 
     async def work(client: AsyncClient) -> None:
+        daemon.replies_together = 2 if end == "no session" else 1  # with the goodbye's
         has_come = arrival(daemon, Match)
         waiting = asyncio.create_task(client.match(client.chain(range(8))))
         assert await has_come()
