@@ -203,9 +203,11 @@ class OneProcessEngine:
             self._is_lost = True
             is_answered = not self._silence.note(error)
         # It is tried again in either case: what has to be corrected may be the daemon's configuration.
-        is_mistake = isinstance(error, RequestError) and error.fault is Fault.CALLER
-        until = " until this is corrected" if is_mistake else f", and the daemon is tried again every {RETRY_S:g} s"
-        self._log.log(level, "kvcached: nothing is stored or loaded%s: %s", until, error)
+        if isinstance(error, RequestError) and error.fault is Fault.CALLER:
+            self._log.log(level, "kvcached: nothing is stored or loaded until this is corrected: %s", error)
+        else:
+            words = "kvcached: nothing is stored or loaded, and the daemon is tried again every %g s: %s"
+            self._log.log(level, words, RETRY_S, error)
         if lost is not None:
             lost.close(is_answered=is_answered)
 
