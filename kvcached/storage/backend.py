@@ -156,6 +156,10 @@ class Storage(ABC):
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """Delete values; returns how many there were."""
 
+    def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
+        """Delete values that were read and are wrong. By default as `delete`."""
+        self.delete(keys, timeout_s=timeout_s)
+
     @abstractmethod
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
         """Delete all values whose key begins with these 16 bytes; all values for b"". Returns how many there were.

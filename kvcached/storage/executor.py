@@ -158,7 +158,7 @@ class HostCopies:
         """Delete a wrong block. Where that fails, as on a full disk, the blocks before it are still good."""
         if result.outcome is Outcome.DONE and self._backend.capabilities.deletes:
             with contextlib.suppress(Exception):  # of any backend; the block is found wrong again
-                self._backend.delete([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
+                self._backend.discard([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
 
     # --- to storage -------------------------------------------------------------------------------------------------
 

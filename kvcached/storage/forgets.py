@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from kvcached.process.backoff import BackOff
 from kvcached.process.in_flight import InFlight
 from kvcached.storage.messages import Backup, Done, Request
 
-#: The pause before a failed request is repeated.
+#: The pause before a failed request is repeated; each is twice the one before it, until one succeeds.
 FORGET_PAUSE_S: Final = 1.0
+FORGET_PAUSE_S_MAX: Final = 60.0
 #: How many generations may wait to be forgotten: clears while storage is away. The record of generations has each.
 FORGETS_DUE_MAX: Final = 1024
 
@@ -40,6 +43,7 @@ class Forgets:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[bytes, set[int], Tell]] = []  #: not sent: writes must end first, by number
         self._is_under_way = False
+        self._pauses = BackOff(first_s=FORGET_PAUSE_S, longest_s=FORGET_PAUSE_S_MAX, healthy_after_s=math.inf)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -83,9 +87,13 @@ class Forgets:
 
     def _forgot(self, prefix: bytes, tell: Tell, done: Done) -> None:
         self._is_under_way = False
-        if done.failed:
-            self._loop.call_later(FORGET_PAUSE_S, self._file, prefix, tell)
+        if done.failed and self._is_ready():
+            self._loop.call_later(self._pauses.pause_s(), self._file, prefix, tell)
             return
+        if done.failed:
+            self._file(prefix, tell)  # it is sent when storage works again
+            return
+        self._pauses.reset()
         self.due.pop(prefix, None)
         tell(done)
         self.send_due()

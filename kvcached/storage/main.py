@@ -20,6 +20,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from kvcached.config.tables import RECORD_NAME
 from kvcached.process.seqpacket import wait_packet
 from kvcached.storage.backend import DISK, Storage, StorageMisconfigured, StorageUnusable, open_backend
 from kvcached.storage.encryption.backend import EncryptedStorage, read_secret
@@ -89,7 +90,10 @@ def _open(config: StorageConfig) -> Storage:
     """
     backend = open_backend(config.backend, config.settings)
     if config.local_disk is not None:
-        backend = TieredStorage(open_backend(DISK, config.local_disk), backend, config.backend)
+        disk = open_backend(DISK, config.local_disk)
+        # Of a time when this disk was all of storage. It knows nothing of what others clear in the service from now on.
+        Path(config.local_disk["directory"], RECORD_NAME).unlink(missing_ok=True)
+        backend = TieredStorage(disk, backend, config.backend)
     if config.key_file:
         backend = EncryptedStorage(backend, read_secret(Path(config.key_file)))
     return backend

@@ -13,7 +13,8 @@ from kvcached.storage.link_state import LinkState
 from kvcached_client import Admin
 from kvcached_client.types import KEY_SIZE_BYTES
 from tests.daemon.offload_process import keys_of
-from tests.daemon.test_shared_storage import TIMEOUT_MS, machine, shared
+from tests.daemon.test_generations import reboot
+from tests.daemon.test_shared_storage import TIMEOUT_MS, machine, shared, with_backend
 from tests.daemon.test_storage import BLOCKS, report, until
 from tests.storage.redis.servers import Server
 
@@ -77,6 +78,44 @@ def test_clear_deletes_on_the_disk_and_in_the_service(tmp_path: Path, server: Se
             admin.clear("tiny")
     with machine(tmp_path / "two", texts[1]) as two:
         assert on_disk(disks[1], "b") == BLOCKS
+        assert two.found("b") == 0
+
+
+def test_clear_that_a_service_has_lost_holds_on_the_disk_of_a_machine_that_missed_it(
+    tmp_path: Path, server: Server
+) -> None:
+    """A server without persistence is restarted: nobody can tell this machine what was cleared while it was away."""
+    disk = tmp_path / "two" / "disk"
+    with machine(tmp_path / "one", shared(server)) as one:
+        with machine(tmp_path / "two", with_disk(server, disk)) as two:
+            two.store("b")
+            assert one.found("b") == BLOCKS
+        with Admin.connect(one.daemon.run_dir, deadline_ms=10_000) as admin:
+            admin.clear("tiny")
+    server.kill()
+    server.start()
+    with machine(tmp_path / "two", with_disk(server, disk)) as two:
+        assert two.found("b") == 0
+
+
+def test_disk_that_served_alone_before_and_does_so_again_forgets_what_it_knew(tmp_path: Path, server: Server) -> None:
+    """Its own record of generations knows nothing of what was cleared in the service meanwhile."""
+    disk = tmp_path / "two" / "disk"
+    disk.parent.mkdir()
+    settings = f'directory = "{disk}"\ncapacity_bytes = "64MiB"\nfree_space_floor_bytes = 0'
+    alone = with_backend("disk", settings)
+    with machine(tmp_path / "two", alone) as two:
+        two.store("b")
+    with machine(tmp_path / "one", shared(server)) as one:
+        one.store("a")
+        with machine(tmp_path / "two", with_disk(server, disk)) as two:
+            assert two.found("a") == BLOCKS
+            with Admin.connect(one.daemon.run_dir, deadline_ms=10_000) as admin:
+                admin.clear("tiny")
+            until(lambda: two.engine.scheduler.hit("a", BLOCKS) == 0)
+    assert on_disk(disk, "b") == BLOCKS
+    reboot(tmp_path / "two")
+    with machine(tmp_path / "two", alone) as two:
         assert two.found("b") == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.tiers.backend import TieredStorage
+from kvcached.storage.tiers.backend import TieredStorage, _Limit
 from kvcached.storage.tiers.refills import Refills
 from kvcached.storage.tiers.side import Side
 from tests.mutants.mutant import caught_by, rewrite
@@ -35,13 +35,13 @@ def blocks_that_wait_for_the_disk_are_not_bounded(patch: pytest.MonkeyPatch) -> 
 @caught_by(_BACKEND + "test_clear_that_one_of_both_fails_at_is_an_error")
 def clear_of_a_broken_disk_spares_the_service(patch: pytest.MonkeyPatch) -> None:
     """Blocks stay in the service because the disk of the machine that clears has died."""
-    rewrite(patch, TieredStorage._delete, "there = delete(self._far.backend)", "there = 0")
+    rewrite(patch, TieredStorage.clear, "there = self._clear(self._far, prefix, timeout_s)", "there = 0")
 
 
 @caught_by(_BACKEND + "test_both_have_one_limit_together")
 def service_has_a_limit_of_its_own(patch: pytest.MonkeyPatch) -> None:
     """A call takes twice as long as it may, and the daemon suspends storage."""
-    rewrite(patch, TieredStorage._carry_out_far, "far, left_s", "far, left_s + 1")
+    rewrite(patch, _Limit.carry_out, "ask(far, left_s)", "ask(far, left_s + 1)")
 
 
 @caught_by(_SIDE + "test_one_call_tries_and_the_others_do_not_wait")
@@ -64,4 +64,29 @@ def backup_asks_what_is_anywhere(patch: pytest.MonkeyPatch) -> None:
         HostCopies._back_up,
         "self._backend.missing(keys, timeout_s=self._timeout_s)",
         "[not each for each in self._backend.exists(keys, timeout_s=self._timeout_s)]",
+    )
+
+
+@caught_by(_BACKEND + "test_block_that_is_wrong_on_the_disk_stays_in_the_service")
+def wrong_block_of_a_disk_is_deleted_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A disk that flips bits empties the service, read by read."""
+    rewrite(patch, TieredStorage.discard, "if key in self._came", "")
+
+
+@caught_by(_BACKEND + "test_disk_is_cleared_when_the_service_has_lost_everything")
+def disk_outlives_the_record(patch: pytest.MonkeyPatch) -> None:
+    """What another machine has cleared is found on the disk when the service was restarted empty."""
+    rewrite(patch, TieredStorage.read_record, "record is None", "False")
+
+
+@caught_by(_BACKEND + "test_what_is_read_during_a_clear_is_cleared")
+def disk_is_cleared_before_the_service(patch: pytest.MonkeyPatch) -> None:
+    """What is read while the service is cleared stays on the disk, and is found."""
+    rewrite(
+        patch,
+        TieredStorage.clear,
+        "there = self._clear(self._far, prefix, timeout_s)",
+        "here = self.refills.without(lambda: self._clear(self._disk, prefix, timeout_s)); "
+        "there = self._clear(self._far, prefix, timeout_s); "
+        "self._disk = self._far",
     )

@@ -28,7 +28,7 @@ def test_prefix_that_is_due_is_requested_once_however_often_storage_opens(rig: R
         assert len(rig.process.forgets()) == 1
     for _ in range(3):
         rig.process.answer(rig.process.forgets()[0], "EIO")
-        rig.clock.pass_s(2)
+        rig.clock.pass_s(5)
         assert len(rig.process.forgets()) == 1
     rig.process.answer(rig.process.forgets()[0])
 

@@ -272,6 +272,21 @@ def test_record_that_can_be_read_proves_nothing_of_blocks(rig: Rig) -> None:
     assert rig.state() is LinkState.READY
 
 
+def test_forgets_that_fail_leave_a_local_disk_in_use(rig: Rig) -> None:
+    """One of the two could not do it; the other one has blocks. The pauses between the attempts grow."""
+    rig.link._config = msgspec.structs.replace(rig.link._config, local_disk={})
+    rig.link.forget(PREFIX, lambda _: None)
+    attempts = 0
+    for _ in range(120):
+        for order in rig.process.forgets():
+            rig.process.answer(order, "the service is away")
+            attempts += 1
+        rig.clock.pass_s(1)
+
+    assert BREAKER_FAILURES < attempts < 10
+    assert rig.state() is LinkState.READY
+
+
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_record_that_cannot_be_read_suspends_storage_without_a_local_disk(rig: Rig, *, has_disk: bool) -> None:
     """Nobody has to wait for a service that is known to be away; a disk in front of it goes on."""

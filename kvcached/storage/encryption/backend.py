@@ -137,7 +137,7 @@ class EncryptedStorage(Storage):
         left_s = until_s - time.monotonic()
         if bad and left_s > 0:  # else the next one who reads them does it
             with contextlib.suppress(Exception):  # they count as absent, whether they can be deleted or not
-                self._inner.delete(bad, timeout_s=left_s)
+                self._inner.discard(bad, timeout_s=left_s)
         return [ABSENT if result is _FORGED else result for result in results]
 
     def _decrypted(self, result: Result, inside: Block, block: Block) -> Result:
@@ -156,6 +156,10 @@ class EncryptedStorage(Storage):
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """As inside."""
         return self._inner.delete([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
+
+    def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
+        """As inside."""
+        self._inner.discard([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
         """As the inner backend; without a prefix this also deletes values that were encrypted with other keys."""

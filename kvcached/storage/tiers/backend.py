@@ -7,10 +7,12 @@ contain the generation, so what it has of an earlier one is never found.
 
 from __future__ import annotations
 
+import logging
+import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from kvcached.storage.backend import ABSENT, Block, Outcome, Result, Storage, Usage, VersionedRecord
 from kvcached.storage.tiers.refills import Refills
@@ -20,6 +22,11 @@ T = TypeVar("T")
 
 #: Nobody waits for what is written behind an answer.
 _REFILL_TIMEOUT_S: Final = 60.0
+
+#: Blocks of which it is remembered that they came from the service: whoever reads them compares them at once.
+CAME_MAX: Final = 4096
+
+_log: Final = logging.getLogger(__name__)
 
 
 class TieredStorage(Storage):
@@ -35,59 +42,65 @@ class TieredStorage(Storage):
         batch_blocks = min(disk.capabilities.batch_blocks, far.capabilities.batch_blocks)
         self.capabilities = far.capabilities._replace(batch_blocks=batch_blocks, persistent=True)
         self._clock_s = clock_s
-        self._disk = Side("the local disk", disk, clock_s)
-        self._far = Side(f"storage {name!r}", far, clock_s)
+        self._disk, self._far = disk, far
+        self._disk_reads = Side("reads from the local disk", disk, clock_s)
+        self._disk_writes = Side("writes to the local disk", disk, clock_s)
+        self._far_reads = Side(f"reads from storage {name!r}", far, clock_s)
+        self._far_writes = Side(f"writes to storage {name!r}", far, clock_s)
+        self._cleared: dict[tuple[Storage, bytes], int] = {}  #: what one of the two has cleared, and the other not yet
+        self._came: dict[bytes, None] = {}  #: keys of the last blocks that came from the service
+        self._lock = threading.Lock()
         self.refills = Refills(self._refill)
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """Whether one of the two has it. The service is asked only for what the disk lacks."""
-        until_s = self._clock_s() + timeout_s
-        on_disk = self._disk.call(lambda disk: disk.exists(keys, timeout_s=timeout_s))
+        limit = _Limit(self._clock_s, timeout_s)
+        on_disk = self._disk_reads.call(lambda disk: disk.exists(keys, timeout_s=timeout_s), slow_s=limit.slow_s)
         found = [False] * len(keys) if on_disk is None else on_disk
         lacking = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
         if keys and not lacking:
             return found
-        beyond = self._ask_far(until_s, lambda far, left_s: far.exists(lacking, timeout_s=left_s))
+        beyond = limit.ask(self._far_reads, lambda far, left_s: far.exists(lacking, timeout_s=left_s))
         if beyond is None:
-            self._check(on_disk)
-            return found
+            return found if on_disk is not None else _neither(self._disk_reads, self._far_reads)
         rest = iter(beyond)
         return [is_there or next(rest) for is_there in found]
 
     def missing(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """What the service lacks: the others need it there. While the service fails, what the disk lacks."""
-        until_s = self._clock_s() + timeout_s
-        lacks = self._ask_far(until_s, lambda far, left_s: far.missing(keys, timeout_s=left_s))
+        limit = _Limit(self._clock_s, timeout_s)
+        lacks = limit.ask(self._far_reads, lambda far, left_s: far.missing(keys, timeout_s=left_s))
         if lacks is None:
-            lacks = self._check(self._disk.call(lambda disk: disk.missing(keys, timeout_s=timeout_s)))
-        return lacks
+            lacks = self._disk_reads.call(lambda disk: disk.missing(keys, timeout_s=timeout_s))
+        return lacks if lacks is not None else _neither(self._disk_reads, self._far_reads)
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Read from the disk, and the rest from the service."""
-        until_s, epoch = self._clock_s() + timeout_s, self.refills.epoch()
-        on_disk = self._disk.carry_out(lambda disk: disk.get(blocks, timeout_s=timeout_s))
+        limit, epoch = _Limit(self._clock_s, timeout_s), self.refills.epoch()
+        on_disk = self._disk_reads.carry_out(lambda disk: disk.get(blocks, timeout_s=timeout_s), slow_s=limit.slow_s)
         results = [ABSENT] * len(blocks) if on_disk is None else list(on_disk)
         lacking = [number for number, result in enumerate(results) if result.outcome is not Outcome.DONE]
         if blocks and not lacking:
             return results
         asked = [blocks[number] for number in lacking]
-        beyond = self._carry_out_far(until_s, lambda far, left_s: far.get(asked, timeout_s=left_s))
+        beyond = limit.carry_out(self._far_reads, lambda far, left_s: far.get(asked, timeout_s=left_s))
         if beyond is None:
-            self._check(on_disk)
-            return results
+            return results if on_disk is not None else _neither(self._disk_reads, self._far_reads)
         for number, result in zip(lacking, beyond, strict=True):
-            results[number] = result
+            if on_disk is None or result.outcome is not Outcome.FAILED:
+                results[number] = result
         came = [block for block, result in zip(asked, beyond, strict=True) if result.outcome is Outcome.DONE]
+        self._remember(came)
         self.refills.add(came, epoch)
         return results
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         """Write to both. A block is as good as the service says; while that fails, as the disk says."""
-        until_s = self._clock_s() + timeout_s
-        on_disk = self._disk.carry_out(lambda disk: disk.put(blocks, timeout_s=timeout_s))
-        beyond = self._carry_out_far(until_s, lambda far, left_s: far.put(blocks, timeout_s=left_s))
+        limit = _Limit(self._clock_s, timeout_s)
+        on_disk = self._put_on_disk(blocks, timeout_s, limit.slow_s)
+        beyond = limit.carry_out(self._far_writes, lambda far, left_s: far.put(blocks, timeout_s=left_s))
         if beyond is None:
-            return self._check(on_disk)
+            return on_disk if on_disk is not None else _neither(self._disk_writes, self._far_writes)
         if on_disk is None:
             return beyond
         pairs = zip(on_disk, beyond, strict=True)
@@ -95,70 +108,118 @@ class TieredStorage(Storage):
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """Delete in both; returns how many the one had that had more."""
-        return self._delete(lambda storage: storage.delete(keys, timeout_s=timeout_s))
+        try:
+            there = self._far.delete(keys, timeout_s=timeout_s)
+        finally:
+            here = self.refills.without(lambda: self._disk.delete(keys, timeout_s=timeout_s))
+        return max(here, there)
+
+    def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
+        """Delete on the disk; in the service only what was read there lately: else it has them as they should be."""
+        beyond = [key for key in keys if key in self._came]
+        try:
+            if beyond:
+                self._far.discard(beyond, timeout_s=timeout_s)
+        finally:
+            self.refills.without(lambda: self._disk.discard(keys, timeout_s=timeout_s))
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
-        """Clear both; returns how many the one had that had more. What one of them fails to do is an error."""
-        return self._delete(lambda storage: storage.clear(prefix, timeout_s=timeout_s))
+        """Clear both; returns how many the one had that had more. What one of them fails to do is an error.
+
+        The service first: what is read from it meanwhile is on the disk then, or on its way to it. A prefix that one of
+        the two has cleared before, and the other has not, is cleared there only: nobody writes such blocks any more.
+        """
+        try:
+            there = self._clear(self._far, prefix, timeout_s)
+        finally:
+            here = self.refills.without(lambda: self._clear(self._disk, prefix, timeout_s))
+        for storage in (self._disk, self._far):
+            self._cleared.pop((storage, prefix), None)
+        return max(here, there)
 
     def usage(self) -> Usage:
         """Of the service."""
-        return self._far.backend.usage()
+        return self._far.usage()
 
     def trouble(self) -> str:
-        """Which of the two is left out, and why."""
-        return "; ".join(side.words() for side in (self._disk, self._far) if side.is_out)
+        """What is left out, and why."""
+        sides = (self._disk_reads, self._disk_writes, self._far_reads, self._far_writes)
+        return "; ".join(side.words() for side in sides if side.is_out)
 
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
-        """Of the service."""
-        return self._far.backend.read_record(timeout_s=timeout_s)
+        """Of the service. If that has lost everything, with what others have cleared, the disk is cleared, too."""
+        record = self._far.read_record(timeout_s=timeout_s)
+        if record is None and not self._far.usage().blocks and self._disk.usage().blocks:
+            _log.warning("the service is empty, so the local disk is cleared: it may have what others have cleared")
+            self.refills.without(lambda: self._disk.clear(b"", timeout_s=timeout_s))
+        return record
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
         """Of the service."""
-        return self._far.backend.write_record(data, after, timeout_s=timeout_s)
+        return self._far.write_record(data, after, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close both. Blocks on their way to the disk are left out."""
         self.refills.close()
         try:
-            self._disk.backend.close()
+            self._disk.close()
         finally:
-            self._far.backend.close()
+            self._far.close()
 
-    def _delete(self, delete: Callable[[Storage], int]) -> int:
-        """Call it for both, also where the first one fails."""
-        try:
-            here = self.refills.without(lambda: delete(self._disk.backend))
-        finally:
-            there = delete(self._far.backend)
-        return max(here, there)
+    def _clear(self, storage: Storage, prefix: bytes, timeout_s: float) -> int:
+        if (storage, prefix) not in self._cleared:
+            count = storage.clear(prefix, timeout_s=timeout_s)
+            if not prefix:  # who clears everything means it each time
+                return count
+            self._cleared[storage, prefix] = count
+        return self._cleared[storage, prefix]
 
-    def _ask_far(self, until_s: float, ask: Callable[[Storage, float], T]) -> T | None:
-        left_s = until_s - self._clock_s()
-        return self._far.call(lambda far: ask(far, left_s)) if left_s > 0 else None
+    def _remember(self, came: Sequence[Block]) -> None:
+        with self._lock:
+            for block in came:
+                self._came.pop(block.key, None)
+                self._came[block.key] = None
+            for key in list(self._came)[: max(len(self._came) - CAME_MAX, 0)]:
+                del self._came[key]
 
-    def _carry_out_far(self, until_s: float, ask: Callable[[Storage, float], list[Result]]) -> list[Result] | None:
-        left_s = until_s - self._clock_s()
-        return self._far.carry_out(lambda far: ask(far, left_s)) if left_s > 0 else None
-
-    def _check(self, on_disk: T | None) -> T:
-        """What the disk has answered where the service has not.
-
-        Raises:
-            OSError: neither has.
-        """
-        if on_disk is None:
-            troubles = [f"{side.name}: {side.trouble or 'no time was left for it'}" for side in (self._disk, self._far)]
-            raise OSError("; ".join(troubles))
-        return on_disk
+    def _put_on_disk(self, blocks: Sequence[Block], timeout_s: float, slow_s: float) -> list[Result] | None:
+        results = self._disk_writes.carry_out(lambda disk: disk.put(blocks, timeout_s=timeout_s), slow_s=slow_s)
+        self._disk_writes.note_full(results or ())
+        return results
 
     def _refill(self, blocks: Sequence[Block]) -> None:
         """Write to the disk what came from the service: a hint, so nobody hears of failures but the log."""
         size = self.capabilities.batch_blocks
         for first in range(0, len(blocks), size):
-            put = partial(_put, blocks[first : first + size])
-            self._disk.carry_out(put)
+            self._put_on_disk(blocks[first : first + size], _REFILL_TIMEOUT_S, math.inf)
 
 
-def _put(blocks: Sequence[Block], storage: Storage) -> list[Result]:
-    return storage.put(blocks, timeout_s=_REFILL_TIMEOUT_S)
+class _Limit:
+    """The time that both have together for a call; the service gets what the disk has left of it.
+
+    Attributes:
+        slow_s: a disk that takes longer is at fault if the service then has too little.
+    """
+
+    def __init__(self, clock_s: Callable[[], float], timeout_s: float) -> None:
+        self.slow_s = timeout_s / 2
+        self._clock_s = clock_s
+        self._until_s = clock_s() + timeout_s
+
+    def ask(self, side: Side, ask: Callable[[Storage, float], T]) -> T | None:
+        """The answer of the service; None if it fails, or has not enough time to be asked."""
+        left_s = self._left_s()
+        return None if left_s is None else side.call(lambda far: ask(far, left_s))
+
+    def carry_out(self, side: Side, ask: Callable[[Storage, float], list[Result]]) -> list[Result] | None:
+        """The same for a batch."""
+        left_s = self._left_s()
+        return None if left_s is None else side.carry_out(lambda far: ask(far, left_s))
+
+    def _left_s(self) -> float | None:
+        left_s = self._until_s - self._clock_s()
+        return left_s if left_s >= self.slow_s else None
+
+
+def _neither(*sides: Side) -> NoReturn:
+    raise OSError("; ".join(side.words() for side in sides))

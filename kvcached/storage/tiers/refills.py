@@ -48,11 +48,9 @@ class Refills:
                 if epoch != self._epoch or self._size_bytes + size_bytes > REFILL_BYTES_MAX:
                     return
                 self._size_bytes += size_bytes
-            copy = Block(block.key, memory_for([part.nbytes for part in block.parts]))
-            for ours, theirs in zip(copy.parts, block.parts, strict=True):
-                ours[:] = theirs
+            copy = _copy(block)
             with self._changed:
-                if epoch != self._epoch:
+                if copy is None or epoch != self._epoch:
                     self._size_bytes -= size_bytes
                     return
                 self._waiting.append(copy)
@@ -105,3 +103,14 @@ class Refills:
         with self._changed:
             self._size_bytes -= sum(block.size_bytes for block in blocks)
             self._changed.notify_all()
+
+
+def _copy(block: Block) -> Block | None:
+    """A copy of a block; None where there is no memory for it."""
+    try:
+        copy = Block(block.key, memory_for([part.nbytes for part in block.parts]))
+    except OSError:
+        return None
+    for ours, theirs in zip(copy.parts, block.parts, strict=True):
+        ours[:] = theirs
+    return copy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage, VersionedRecord
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 
 
 class FakeStorage(Storage):
-    """Attributes: `calls`, by name; what happens in one: `error` is raised, `failing` and `full` are outcomes."""
+    """Attributes: `calls`, by name; what happens in one: `error` is raised, other troubles are outcomes."""
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.capabilities = Capabilities(threads=7, batch_blocks=16, is_shared=is_shared)
@@ -26,7 +26,7 @@ class FakeStorage(Storage):
         self.calls: list[str] = []
         self.limits_s: list[float] = []
         self.error: Exception | None = None
-        self.failing = self.full = False
+        self.failing = self.failing_puts = self.full = False
         self.on_call: Callable[[], None] = lambda: None
         self.is_closed = False
 
@@ -40,8 +40,8 @@ class FakeStorage(Storage):
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
         self._begin("put", timeout_s)
-        if self.failing or self.full:
-            return [Result(Outcome.FAILED if self.failing else Outcome.FULL, "put went wrong")] * len(blocks)
+        if (is_failing := self.failing or self.failing_puts) or self.full:
+            return [Result(Outcome.FAILED if is_failing else Outcome.FULL, "put went wrong")] * len(blocks)
         for block in blocks:
             self.values[block.key] = b"".join(map(bytes, block.parts))
         return [DONE] * len(blocks)
@@ -56,6 +56,9 @@ class FakeStorage(Storage):
         for key in gone:
             del self.values[key]
         return len(gone)
+
+    def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
+        return None
 
     def usage(self) -> Usage:
         return Usage(len(self.values), -1, -1)

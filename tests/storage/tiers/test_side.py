@@ -16,8 +16,8 @@ def asked(side: Side) -> bool:
 
 
 def backend_of(side: Side) -> FakeStorage:
-    assert isinstance(side.backend, FakeStorage)
-    return side.backend
+    assert isinstance(side._backend, FakeStorage)
+    return side._backend
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def side(clock: Clock) -> Side:
-    return Side("it", FakeStorage(), clock)
+    return Side("reads from it", FakeStorage(), clock)
 
 
 def test_pauses_become_longer_until_a_call_succeeds(side: Side, clock: Clock) -> None:
@@ -104,6 +104,19 @@ def test_failures_and_their_end_are_in_the_log(side: Side, clock: Clock, caplog:
     asked(side)
 
     assert [each.getMessage() for each in caplog.records] == [
-        "it is left out for 0.5 s: OSError: away",
-        "it works again",
+        "reads from it are left out for 0.5 s: OSError: away",
+        "reads from it work again",
     ]
+
+
+def test_call_that_takes_too_long_is_a_failure_with_an_answer(side: Side, clock: Clock) -> None:
+    """Others shall not wait for a slow backend, and what it has said is as good as ever."""
+
+    def take() -> None:
+        clock.now_s += 3.0
+
+    backend_of(side).on_call = take
+
+    assert side.call(lambda storage: storage.exists([b"key"], timeout_s=1.0), slow_s=2.0) == [False]
+    assert side.is_out
+    assert side.trouble == "a call took 3.0 s"
