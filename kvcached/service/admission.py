@@ -192,13 +192,7 @@ class Admission:
                 continue
             others = group.living(beside=peer)
             if session.state is SessionState.ACTIVE or others or session.pool.name != replica:
-                pids = sorted({member.pid for member in group.living()})
-                raise request_error(
-                    ErrorCode.POOL_BUSY,
-                    f"{session.state} session {session.id} holds replica {session.pool.name!r} for processes {pids}",
-                    "close that session, or end its processes, or use another replica; process 0 is not seen here: its "
-                    "engine has to rejoin, or the daemon to start without its memory",
-                )
+                raise _pool_busy(session, group, is_own=not others)
             return session
         return None
 
@@ -222,6 +216,19 @@ class Admission:
             session_ttl_ms=self._cache.session_ttl_ms,
             capabilities=tuple(name for name in CAPABILITIES if name in capabilities),
         )
+
+
+def _pool_busy(session: ManagedSession, group: EngineGroup, *, is_own: bool) -> RequestError:
+    """The refusal of a hello. `is_own`: no other process than the one that says hello is in the session."""
+    pids = sorted({member.pid for member in group.living()})
+    message = f"{session.state} session {session.id} holds replica {session.pool.name!r} for processes {pids}"
+    fix = "close that session, or end its processes, or use another replica"
+    if is_own:
+        message += ", which is this process: a client of it was not closed, or was interrupted"
+        fix = "close that client; if nothing holds it any more, its session expires when its heartbeats have ended"
+    if 0 in pids:
+        fix += "; process 0 is not seen here: its engine has to rejoin, or the daemon to start without its memory"
+    return request_error(ErrorCode.POOL_BUSY, message, fix)
 
 
 def presented(groups: EngineGroups, request: wire.Hello | wire.HelloOffload | wire.Rejoin) -> Peer:

@@ -69,6 +69,22 @@ def test_pool_belongs_to_one_engine_at_a_time() -> None:
     assert office.expect(wire.Matched, match, key_chain(4), peer=TWO).device == 4
 
 
+def test_busy_pool_is_explained_by_who_holds_it() -> None:
+    """A process is told of its own client that was not closed; of processes that are not seen only where there are."""
+    office, process = Office(), FakePeer(1)
+    office.enter(process)
+    own = office.expect(wire.ErrorReply, office.hello(process), peer=TWO)
+    other = office.expect(wire.ErrorReply, office.hello(FakePeer(2)), peer=b"three")
+    unseen = Office()
+    unseen.enter(FakePeer(0))
+    hidden = unseen.expect(wire.ErrorReply, unseen.hello(FakePeer(2)), peer=TWO)
+
+    texts = [reply.message + reply.fix for reply in (own, other, hidden)]
+    assert ["a client of it was not closed, or was interrupted" in text for text in texts] == [True, False, False]
+    assert ["process 0 is not seen here" in text for text in texts] == [False, False, True]
+    assert {reply.code for reply in (own, other, hidden)} == {ErrorCode.POOL_BUSY}
+
+
 def test_active_session_is_not_replaced_even_by_its_own_process() -> None:
     """A second hello of the same process is refused, on any connection, until the first session has said bye."""
     office, process = Office("a", "b"), FakePeer(1)
