@@ -78,6 +78,7 @@ class ClientSteps(EngineSession):
         if reserve_blocks < 0:
             raise ValueError(f"reserve_blocks is {reserve_blocks}, and 0 is the least: it holds no slots in reserve")
         channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures=failures)
+        client: Self | None = None
         try:
             fingerprint = "" if layout is None else layout.fingerprint()
             hello = Hello(
@@ -92,14 +93,14 @@ class ClientSteps(EngineSession):
             welcome, _ = channel.ask(hello, Welcome)
             check_welcome(welcome, fingerprint)
             client = cls(channel, welcome, heartbeat=heartbeat)
-        except BaseException:
-            # The daemon may have opened the session, and would keep the pool for it as long as this process lives.
-            channel.hang_up()
-            raise
-        try:
+            client.start_heartbeats()
             client._hold_reserve(reserve_blocks)
         except BaseException:
-            client.close()
+            # The daemon may have opened the session, and would keep the pool for it as long as this process lives.
+            if client is None:
+                channel.hang_up()
+            else:
+                client.close()
             raise
         return client
 
@@ -211,8 +212,9 @@ class ClientSteps(EngineSession):
         self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=self.session.run_dir)
         self.epoch, self._daemon_epoch = welcome.epoch, welcome.daemon_epoch
         if beats is not None:
-            self._heartbeat = self._start_heartbeat(welcome, welcome.generation)
+            self._heartbeat = self._new_heartbeat(welcome, welcome.generation)
             self._heartbeat.signalled = self._signalled
+            self.start_heartbeats()
         if self._reserve is not None:
             self._reserve.refill()
 
@@ -228,7 +230,9 @@ class ClientSteps(EngineSession):
 
 
 class Client(ClientSteps, ReportCalls, PrefetchCalls):
-    """An engine's session on one replica's pool. A context manager. Not thread-safe.
+    """An engine's session on one replica's pool. A context manager. For one thread at a time.
+
+    A call, or `close`, while another thread is inside a call raises `RuntimeError`, and changes nothing.
 
     Close it. If it is only dropped, its heartbeats end, but the session is not closed, because the engine may still
     write: the pool is then busy until the session has expired.
@@ -376,7 +380,7 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         Raises:
             RequestError, TransportError: see `kvcached_client.errors`.
         """
-        self._channel.posted.settle()
+        self._channel.settle()
 
     def rejoin(self) -> None:
         """Continue the session and all its leases with the next daemon, after this client's daemon was killed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self, TypedDict, TypeVar, get_args
 
 from msgspec import structs
@@ -151,9 +152,10 @@ class Lease(LeaseSteps):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if not self._is_parting:
-            self.release()
+            with self.parting(error):
+                self.release()
 
     def _carry_out(self, steps: Steps[None], *, wait: bool) -> None:
         if wait:

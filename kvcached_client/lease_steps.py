@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -25,6 +26,7 @@ from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import Allocate, Allocated, Commit, Committed, Load, Loaded, Release, Released
 from kvcached_client.protocol.grants import NOTHING, Declaration, Grant, Slots, blocks_of, check_fence, ranges_of
 from kvcached_client.rejoin import Reserve
+from kvcached_client.transport.connection import InUse
 from kvcached_client.transport.misses import FailureReason
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import BatchedCall, Steps
@@ -37,6 +39,8 @@ _REPLY_TO: Final[dict[type, type[Committed | Allocated | Released]]] = {
 }
 #: Refusals that mean that there is nothing to give back; so does every `Stale`.
 _NOT_OURS: Final = frozenset({ErrorCode.ALREADY_RELEASED, ErrorCode.UNKNOWN_LEASE, ErrorCode.FOREIGN_LEASE})
+
+_log: Final = logging.getLogger("kvcached_client")
 
 
 class LeaseSteps:
@@ -230,7 +234,18 @@ class LeaseSteps:
         self._unsettled = self._unsettled_load = None
         self._borrowed = NOTHING.slots
 
+    @contextmanager
+    def parting(self, error: BaseException | None) -> Iterator[None]:
+        """For the release at the end of a ``with`` statement that `error` has left, if any: it must not be hidden."""
+        try:
+            yield
+        except (KvcachedError, RuntimeError) as failure:
+            if error is None:
+                raise
+            _log.info("lease %d was not released: %s", self.id, failure)
+
     def _await_last(self) -> None:
+        self._channel.check_thread()
         if self._last_begun is not None:
             self._last_begun.wait()
 
@@ -371,7 +386,7 @@ class LeaseSteps:
         before, self._unsettled = self._unsettled, (request, frames)
         try:
             self._channel.send(request, frames, deadline_ns=deadline_ns)
-        except KvcachedError:  # nothing was sent
+        except (KvcachedError, InUse):  # nothing was sent
             self._unsettled = before
             raise
 

@@ -58,7 +58,8 @@ from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.patience import with_patience
 from kvcached_client.transport.preparations import Preparations
 from kvcached_client.transport.prompts import keys_behind
-from kvcached_client.transport.session import EngineSession, PendingReply, SessionChannel, open_channel, waiting
+from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
+from kvcached_client.transport.steps import PendingReply, waiting
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 
 _INSTANCE_BYTES: Final = 16
@@ -81,7 +82,7 @@ def new_instance() -> bytes:
 
 
 class OffloadClient(EngineSession):
-    """An engine's session in offload mode. A context manager. Not thread-safe, and unusable in a forked child.
+    """An engine's session in offload mode. A context manager. For one thread at a time, as `Client`; not after a fork.
 
     Every call blocks, until its deadline at most. The form of a call that begins with ``begin_`` sends the request and
     does not wait; other calls may be made before its reply is fetched.
@@ -354,14 +355,20 @@ class OffloadClient(EngineSession):
     ) -> Self:
         """One attempt of `connect`; `declared` lacks what each attempt has of its own."""
         channel, member = open_channel(run_dir, deadline_ms=deadline_ms, failures="raise")
+        client: Self | None = None
         try:
             hello = structs.replace(declared, id=channel.next_id(), member=member)
             welcome, _ = channel.ask(hello, WelcomeOffload)
-            return cls(channel, welcome, on_stale)
+            client = cls(channel, welcome, on_stale)
+            client.start_heartbeats()
         except BaseException:
             # The daemon may have opened the session, and would keep it as long as this process lives.
-            channel.hang_up()
+            if client is None:
+                channel.hang_up()
+            else:
+                client.close()
             raise
+        return client
 
     def _held(self, request: Acquire, keys: bytes) -> Hold:
         prompts = self._channel.prompts

@@ -134,7 +134,7 @@ class AsyncClient(ClientSteps):
         finally:
             if self._rejoining is None:
                 self._forget_replies()
-                self._close_channel()
+                self._channel.close()
             else:  # this task was cancelled before that was over
                 self._rejoining.add_done_callback(self._hang_up)
 

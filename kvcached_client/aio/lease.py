@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from kvcached_client.lease_steps import LeaseSteps
@@ -62,8 +63,11 @@ class AsyncLease(LeaseSteps):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.release()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with self.parting(error):
+            await self.release()
 
     async def _carry_out(self, steps: Steps[None], *, is_owed: bool = False) -> None:
         self._call_count += 1

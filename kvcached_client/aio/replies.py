@@ -37,7 +37,7 @@ class Replies:
         self._descriptors = () if channel.is_ended or channel.is_forked else channel.descriptors()
         self._is_writing = False
         for descriptor in self._descriptors:
-            loop.add_reader(descriptor, self._wake)
+            loop.add_reader(descriptor, self.wake)
 
     async def carry_out(self, steps: Steps[T]) -> T:
         """A call's result. If the task is cancelled, the call is given up as after a missed deadline.
@@ -60,7 +60,7 @@ class Replies:
                     steps.close()
                     raise
         finally:
-            self._wake()  # the last step may have read replies or left something unsent, and given up a lease
+            self.wake()  # the last step may have read replies or left something unsent, and given up a lease
             self._call_count -= 1
             if not self._call_count and self._no_call is not None:
                 _end(self._no_call)
@@ -76,11 +76,11 @@ class Replies:
             return
         self._channel.abandon(request)
         steps.close()
-        self._wake()
+        self.wake()
 
     async def arrival(self, request: Request) -> None:
         """Wait until the channel's `receive` returns at once: for the reply, its deadline, or the daemon's end."""
-        self._wake()  # sending has read what had arrived, and may have left something unsent
+        self.wake()  # sending has read what had arrived, and may have left something unsent
         if self._descriptors and not self._channel.has_come(request):
             left_s = (self._channel.reply_deadline_ns(request) - time.monotonic_ns()) / 1e9
             over = self._loop.create_future()
@@ -94,14 +94,14 @@ class Replies:
 
     async def all_sent(self, within_s: float) -> None:
         """Wait until nothing is unsent, but no longer than this."""
-        self._wake()
+        self.wake()
         if self._is_writing:
             self._all_sent = self._loop.create_future()
             await self._end_of(self._all_sent, within_s)
 
     async def give_up(self) -> None:
         """Take what has arrived, and close; wait until the calls that were under way have ended."""
-        self._wake()
+        self.wake()
         self.close()
         if self._call_count:
             self._no_call = self._loop.create_future()
@@ -118,7 +118,7 @@ class Replies:
         for _, over in self._awaited.values():
             _end(over)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Send and read what is possible, and wake the tasks whose wait is over."""
         if self._descriptors and not self._channel.is_forked:
             for request in self._channel.over(request for request, _ in self._awaited.values()):
@@ -138,7 +138,7 @@ class Replies:
             return
         self._is_writing = is_writing
         if is_writing:
-            self._loop.add_writer(descriptors[0], self._wake)
+            self._loop.add_writer(descriptors[0], self.wake)
         else:
             self._loop.remove_writer(descriptors[0])
             if self._all_sent is not None:

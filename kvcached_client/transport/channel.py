@@ -7,10 +7,10 @@ find out, the caller may send the same request again with the same id (see `Leas
 
 from __future__ import annotations
 
-import os
 import select
 import time
 from collections.abc import Iterable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvcached_client.errors import (
@@ -19,13 +19,14 @@ from kvcached_client.errors import (
     DaemonUnreachable,
     DeadlineExceeded,
     KvcachedError,
+    RequestError,
     bad_reply,
 )
 from kvcached_client.protocol.engine import Header, Request, raise_for_error
 from kvcached_client.protocol.zmtp import Message
 from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.transport.calls import PendingCalls
-from kvcached_client.transport.connection import Connection
+from kvcached_client.transport.connection import Connection, OneThread, by_one_thread
 from kvcached_client.transport.listener import check_deadline, silent
 from kvcached_client.transport.wording import about_argument
 from kvcached_client.types import RequestId
@@ -40,8 +41,8 @@ _LAST_REPLIES_MS: Final = 1000
 _IPC: Final = "ipc://"
 
 
-class Channel:
-    """One connection to a daemon. Not thread-safe, and unusable in a forked child."""
+class Channel(OneThread):
+    """One connection to a daemon. Unusable in a forked child. Refuses a call while another thread is inside one."""
 
     def __init__(
         self, endpoint: str | RemoteDaemon, *, deadline_ms: int, attached: AttachConnection | None = None
@@ -57,6 +58,7 @@ class Channel:
             Refused: another user's daemon does.
             ValueError: `deadline_ms` is less than 1, or more than `DEADLINE_MS_MAX`.
         """
+        super().__init__()
         check_deadline(deadline_ms)
         self.endpoint = endpoint if isinstance(endpoint, str) else endpoint.endpoint
         self.is_closed = False
@@ -65,7 +67,6 @@ class Channel:
         self.path = self.endpoint.removeprefix(_IPC)
         self._place = self.path if isinstance(endpoint, str) else endpoint
         self._attached = attached
-        self._process_id = os.getpid()
         self._never_waits = False
         self._calls = PendingCalls()
         self._is_news = False  #: messages have arrived since the last `listen`
@@ -106,7 +107,8 @@ class Channel:
             RequestError: the request was refused, by the daemon or before it was sent.
             DaemonUnreachable: the daemon is gone or did not accept the request, or the channel is closed.
             DeadlineExceeded: no reply came in time; whether the request took effect is unknown.
-            RuntimeError: this process is a fork of the process that opened the channel.
+            RuntimeError: this process is a fork of the process that opened the channel, or another thread is inside a
+                call.
         """
         self.send(request, frames, deadline_ns=deadline_ns)
         return self.receive(request, expected)
@@ -117,6 +119,29 @@ class Channel:
         Sending takes no longer than the channel's own deadline, however long the reply may take. After `never_wait` it
         fails at once, as `DaemonSilent`, if too much is queued.
         """
+        thread = get_ident()  # as `by_one_thread`, which would cost each request several times as much
+        outer = self._user
+        if outer and outer != thread:
+            self._refuse(outer)
+        self._user = thread
+        try:
+            self._send_request(request, frames, deadline_ns)
+        finally:
+            self._user = outer
+
+    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
+        """The second half of `ask`: wait for the reply, until the deadline given to `send`."""
+        thread = get_ident()
+        outer = self._user
+        if outer and outer != thread:
+            self._refuse(outer)
+        self._user = thread
+        try:
+            return self._receive_reply(request, expected)
+        finally:
+            self._user = outer
+
+    def _send_request(self, request: Request, frames: Sequence[bytes], deadline_ns: int | None) -> None:
         self._check_usable()
         if deadline_ns is None:
             deadline_ns = self.deadline_ns()
@@ -130,8 +155,7 @@ class Channel:
             self._calls.abandon(RequestId(request.id))
             raise
 
-    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
-        """The second half of `ask`: wait for the reply, until the deadline given to `send`."""
+    def _receive_reply(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
         self._check_process()
         request_id = RequestId(request.id)
         try:
@@ -146,6 +170,7 @@ class Channel:
             raise bad_reply(f"{type(reply).__name__} instead of {expected.__name__}")
         return reply, reply_frames
 
+    @by_one_thread
     def is_over(self, request: Request) -> bool:
         """Whether `receive` would return at once. Reads the messages that have arrived.
 
@@ -170,6 +195,7 @@ class Channel:
             return True
         return self._calls.deadline_ns(request_id) <= time.monotonic_ns()
 
+    @by_one_thread
     def over(self, requests: Iterable[Request]) -> list[Request]:
         """Those requests whose reply has arrived; all of them if no reply will come any more.
 
@@ -192,10 +218,12 @@ class Channel:
         """Whether no reply will come over this channel any more."""
         return self.is_closed or self.is_gone or self._connection.is_over
 
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that opened the channel, which alone may use it."""
-        return os.getpid() != self._process_id
+    @by_one_thread
+    def is_connected(self) -> bool:
+        """Whether replies may come. Reads what has arrived, also that the daemon has ended."""
+        if not self.is_ended:
+            self._poll(0)
+        return not self.is_ended
 
     @property
     def has_unsent(self) -> bool:
@@ -211,6 +239,7 @@ class Channel:
         """Stop waiting for the reply to a request."""
         self._calls.abandon(RequestId(request.id))
 
+    @by_one_thread
     def listen(self, wake: int, deadline_ns: int) -> bool:
         """Wait for a message, or until the descriptor `wake` is readable; returns False at the deadline.
 
@@ -227,6 +256,7 @@ class Channel:
         has_news, self._is_news = self._has_news(), False
         return has_news or wake in ready
 
+    @by_one_thread
     def post(self, request: Request) -> bool:
         """Send a request without waiting, and ignore its reply; returns whether it could be sent.
 
@@ -242,7 +272,11 @@ class Channel:
         """Close both connections. Does nothing the second time.
 
         Queued messages have `linger_ms` to be sent, but none after `never_wait`.
+
+        Raises:
+            InUse: another thread is inside a call.
         """
+        self.check_thread()
         if self.is_closed:
             return
         self.is_closed = True
@@ -253,13 +287,6 @@ class Channel:
         self._connection.close()
         if self._attached is not None:
             self._attached.close()
-
-    def _check_process(self) -> None:
-        if self.is_forked:
-            raise RuntimeError(
-                f"this kvcached client belongs to process {self._process_id}; "
-                f"a forked child connects its own, or joins the session with map_pool"
-            )
 
     def _check_usable(self) -> None:
         self._check_process()
@@ -305,14 +332,17 @@ class Channel:
             raise self._gone()
         if self._connection.is_over:
             self.is_gone = self._attached is not None
-            raise self._connection.refusal or self._gone()
+            raise self._gone()
 
     def _silent(self) -> DaemonUnreachable:
         if isinstance(self._place, str):
             return silent(self._place, self.deadline_ms)
         return DaemonSilent(f"{self.endpoint} accepted no request for {self.deadline_ms} ms; see the daemon's log")
 
-    def _gone(self) -> DaemonUnreachable:
+    def _gone(self) -> DaemonUnreachable | RequestError:
+        """What every call is told behind the end of the connection: the reason, where it is not the daemon's end."""
+        if (refusal := self._connection.refusal) is not None:
+            return refusal
         if self.is_gone:
             return DaemonUnreachable(f"the daemon behind {self.endpoint} is gone")
         return DaemonUnreachable(
@@ -338,7 +368,7 @@ class Channel:
             The descriptors that were ready; none at the deadline.
         """
         connection, attached = self._connection, self._attached
-        is_usual = wake is None and not connection.is_over and connection.events == select.POLLIN
+        is_usual = wake is None and connection.events == select.POLLIN
         poller = self._usual_poller if is_usual else self._new_poller(wake)
         events = poller.poll(_remaining_ms(deadline_ns))
         if not events:
@@ -354,7 +384,7 @@ class Channel:
 
     def _new_poller(self, wake: int | None = None) -> select.poll:
         poller = select.poll()
-        if not self._connection.is_over:
+        if self._connection.events:
             poller.register(self._connection.fileno(), self._connection.events)
         if self._attached is not None:
             poller.register(self._attached.fileno(), select.POLLIN)

@@ -7,9 +7,13 @@ Or to the TCP port of a daemon on another machine, in boxes of CURVE.
 
 from __future__ import annotations
 
+import os
 import select
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from functools import wraps
+from threading import get_ident
+from typing import TYPE_CHECKING, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from kvcached_client.errors import DaemonUnreachable, RequestError
 from kvcached_client.protocol.zmtp import DEALER, GREETING, Message, Reader, message_pieces
@@ -25,6 +29,77 @@ UNSENT_BYTES_MAX: Final = 64 << 20
 _RECEIVE_BYTES: Final = 64 * 1024
 #: Messages of one look at what has arrived: all of them.
 _MESSAGES_MAX: Final = 1 << 30
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class InUse(RuntimeError):
+    """Another thread is inside a call. Nothing was sent or changed; the session goes on."""
+
+
+class OneThread:
+    """What one thread at a time may be inside of; another one is refused, before it changes anything.
+
+    There is no lock, because an exception of a signal handler could leave it held. `_user` is looked at and set without
+    a call in between: there CPython neither switches threads nor calls signal handlers.
+    """
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+        self._user = 0  #: the thread that is inside; 0 if none is
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that made this, which alone may use it."""
+        return os.getpid() != self._process_id
+
+    def check_thread(self) -> None:
+        """Refuse a call while another thread is inside one. A forked child passes: no thread of its own is inside.
+
+        Raises:
+            InUse: another thread is inside.
+        """
+        user = self._user
+        if user and user != get_ident() and not self.is_forked:
+            self._refuse(user)
+
+    def _check_process(self) -> None:
+        if self.is_forked:
+            raise RuntimeError(
+                f"this kvcached client belongs to process {self._process_id}; "
+                f"a forked child connects its own, or joins the session with map_pool"
+            )
+
+    def _refuse(self, user: int) -> NoReturn:
+        self._check_process()
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == user), str(user))
+        raise InUse(
+            f"this client is used by two threads at once: thread {name!r} is inside a call, and thread "
+            f"{threading.current_thread().name!r} has begun another; use it in one thread, or hold a lock of your own "
+            "around every call"
+        )
+
+
+G = TypeVar("G", bound=OneThread)
+
+
+def by_one_thread(call: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+    """A method that raises `InUse` while another thread is inside one. The same thread may be inside several."""
+
+    @wraps(call)
+    def guarded(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        thread = get_ident()
+        outer = self._user
+        if outer and outer != thread:
+            self._refuse(outer)
+        self._user = thread
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            self._user = outer
+
+    return guarded
 
 
 class Connection:
@@ -70,13 +145,18 @@ class Connection:
     def refusal(self) -> RequestError | DaemonUnreachable | None:
         """Why the connection is over, where that is known: another machine has not accepted it, or a signal came."""
         if self._is_reading:
-            return DaemonUnreachable("a signal interrupted the reading of replies, so some are lost; connect again")
+            return DaemonUnreachable(
+                "a signal interrupted the reading of replies, so some are lost; close this client and connect again"
+            )
         return None if self._remote is None else self._remote[0].refusal(self._remote[1])
 
     @property
     def events(self) -> int:
-        """What to poll for."""
-        return select.POLLIN if not self._unsent and self._handed_over is None else select.POLLIN | select.POLLOUT
+        """What to poll for; nothing once the other end has closed. After an interrupted `receive` nothing is read."""
+        if self._is_over:
+            return 0
+        reading = 0 if self._is_reading else select.POLLIN
+        return reading if not self._unsent and self._handed_over is None else reading | select.POLLOUT
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -92,8 +172,20 @@ class Connection:
         is_full = len(self._unsent) > (UNSENT_BYTES_MAX if queued else 0)
         if is_full or self.is_over or not self.is_ready:
             return False
-        self._write(message_pieces(parts) if self._remote is None else [self._remote[1].seal(parts)])
+        self._write(self._pieces(parts))
         return not self.is_over
+
+    def send_last(self, parts: list[bytes]) -> None:
+        """Send a message behind all others, if the daemon has accepted the connection; its reply is not read.
+
+        Also after an interrupted `receive`: what was read is lost, but each message that was written is whole.
+        """
+        self.flush()
+        if self.is_ready and not self._is_over:
+            self._write(self._pieces(parts))
+
+    def _pieces(self, parts: list[bytes]) -> list[bytes]:
+        return message_pieces(parts) if self._remote is None else [self._remote[1].seal(parts)]
 
     def flush(self) -> None:
         """Send what is kept, as far as the socket takes it."""

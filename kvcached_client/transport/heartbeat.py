@@ -26,7 +26,7 @@ _log: Final = logging.getLogger("kvcached_client")
 
 
 class Heartbeat:
-    """A thread that sends the session's heartbeats over its own connection, until `stop` or `close`."""
+    """A thread that sends the session's heartbeats over its own connection, from `start` until `stop` or `close`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Heartbeat:
         interval_ms: int,
         on_stale: Callable[[], None] | None = None,
     ) -> None:
-        """Start the thread. A reply with another epoch or generation means that the session is over.
+        """Prepare the thread. A reply with another epoch or generation means that the session is over.
 
         With `generation` None, any generation is accepted. When the session is over, the thread calls `on_stale` once.
         """
@@ -52,6 +52,9 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(path,), name="kvcached-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; if that is interrupted, `close` ends it."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -63,7 +66,8 @@ class Heartbeat:
     def close(self) -> None:
         """Stop, and wait until the thread has ended and closed its socket. Does nothing the second time."""
         self.stop()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _run(self, path: str) -> None:
         beat_count = 0

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from itertools import starmap
+from typing import Final, Protocol, TypeVar
 
 from kvcached_client.errors import ErrorCode, KvcachedError, RequestError, TransportError
 
@@ -17,7 +18,15 @@ _LONGEST_PAUSE_S: Final = 0.25
 #: What a daemon answers whose workers are being started again, that is about to end, or that is clearing a replica.
 _MENDED_BY_WAITING: Final = frozenset({ErrorCode.WORKER_LOST, ErrorCode.DRAINING, ErrorCode.CLEARING})
 
-T = TypeVar("T")
+
+class Closable(Protocol):
+    """What an attempt opens."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+T = TypeVar("T", bound=Closable)
 
 _log: Final = logging.getLogger("kvcached_client")
 
@@ -51,16 +60,26 @@ class Patience:
 
 
 def with_patience(attempt: Callable[[], T], wait_s: float) -> T:
-    """The result of the first attempt that succeeds, or the error that ends the waiting."""
-    patience, nobody_calls = Patience(wait_s), threading.Event()
-    while True:
-        try:
-            return attempt()
-        except KvcachedError as error:
-            pause_s = patience.pause_s(error)
-            if pause_s is None:
-                raise
-        nobody_calls.wait(pause_s)
+    """The result of the first attempt that succeeds, or the error that ends the waiting.
+
+    An exception of a signal handler, as of Ctrl-C, may come behind any instruction, also once an attempt has succeeded.
+    Its result is noted before that, within one instruction, and is closed: it would be nobody's.
+    """
+    patience, nobody_calls, opened = Patience(wait_s), threading.Event(), list[T]()
+    try:
+        while True:
+            try:
+                opened.extend(starmap(attempt, ((),)))
+                return opened[0]
+            except KvcachedError as error:
+                pause_s = patience.pause_s(error)
+                if pause_s is None:
+                    raise
+            nobody_calls.wait(pause_s)
+    except BaseException:
+        for each in opened:
+            each.close()
+        raise
 
 
 def _is_mended_by_waiting(error: KvcachedError) -> bool:

@@ -12,8 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Final, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from kvcached_client.errors import (
     CircuitOpen,
@@ -44,10 +43,12 @@ from kvcached_client.protocol.engine import (
     WaitForSlots,
     Welcome,
     WelcomeOffload,
+    encode,
 )
 from kvcached_client.protocol.welcome import check_version
 from kvcached_client.transport.attach import AttachConnection, SessionGrant, identify
 from kvcached_client.transport.channel import Channel
+from kvcached_client.transport.connection import by_one_thread
 from kvcached_client.transport.heartbeat import Heartbeat
 from kvcached_client.transport.misses import Circuit, CircuitState, Failures, MissPolicy
 from kvcached_client.transport.prompts import AcquiredPrompts
@@ -56,9 +57,7 @@ from kvcached_client.transport.steps import PostedCalls, Steps, complete
 from kvcached_client.types import NO_FENCE, RequestId
 
 R = TypeVar("R", bound=Header)
-P = ParamSpec("P")
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 #: How long a goodbye whose reply nobody awaits may take to reach the daemon's socket.
 FAREWELL_MS: Final = 100
@@ -93,8 +92,8 @@ class SessionChannel(Channel):
         """Whether the daemon has not replied since a missed deadline: until it does, no call waits."""
         return self._circuit.state is CircuitState.OPEN
 
-    def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
-        """As `Channel.send`; first takes replies that nobody waits for, and releases leases that were granted too late.
+    def _send_request(self, request: Request, frames: Sequence[bytes], deadline_ns: int | None) -> None:
+        """As every channel; first takes replies that nobody waits for, and releases leases that were granted too late.
 
         Raises:
             CircuitOpen: the daemon has not replied since a missed deadline; nothing was sent. Releases and goodbyes are
@@ -107,18 +106,24 @@ class SessionChannel(Channel):
         self.give_back_late()
         self.posted.collect(self.has_come)
         try:
-            super().send(request, frames, deadline_ns=deadline_ns)
+            super()._send_request(request, frames, deadline_ns)
         except DaemonSilent as error:
             self._note_silence(request, error)
             if not self._is_queueing or not isinstance(request, Release):
                 raise
-            super().send(request, frames, deadline_ns=deadline_ns)
+            super()._send_request(request, frames, deadline_ns)
 
     @property
     def _is_queueing(self) -> bool:
         """As for every channel; and while the daemon does not reply, so that no release costs a deadline, too."""
         return super()._is_queueing or self._circuit.state is not CircuitState.CLOSED
 
+    @by_one_thread
+    def settle(self) -> None:
+        """`PostedCalls.settle`."""
+        self.posted.settle()
+
+    @by_one_thread
     def give_back_late(self) -> None:
         """Release leases that were granted after the caller had stopped waiting, as far as their replies were read."""
         for lease, load in self._calls.orphans():
@@ -169,8 +174,8 @@ class SessionChannel(Channel):
             available = reply.available
             is_last = available < wanted  # no copy in flight will free any more
 
-    def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
-        """As `Channel.receive`; notes when the session is over, and when the daemon does not reply.
+    def _receive_reply(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
+        """As every channel; notes when the session is over, and when the daemon does not reply.
 
         Raises:
             CircuitOpen: the daemon has not replied since a missed deadline; this reply is not awaited.
@@ -179,7 +184,7 @@ class SessionChannel(Channel):
             self.abandon(request)
             raise self._circuit_open()
         try:
-            return super().receive(request, expected)
+            return super()._receive_reply(request, expected)
         except Stale:
             self.is_stale = True
             raise
@@ -238,16 +243,21 @@ class SessionChannel(Channel):
     def _circuit_open(self) -> CircuitOpen:
         return CircuitOpen(f"not sent to {self.endpoint}, which has not replied since a missed deadline")
 
+    @by_one_thread
     def hang_up(self) -> None:
         """Close, and end the session without waiting for any reply, not even to a hello."""
-        linger_ms = 0
         try:
-            if self.post(Bye(id=self.next_id())):
-                linger_ms = FAREWELL_MS
-        except DaemonUnreachable as error:
-            _log.debug("no goodbye: %s", error)
+            self.say_bye()
         finally:
-            self.close(linger_ms=linger_ms)
+            self.close(linger_ms=FAREWELL_MS)
+
+    def say_bye(self) -> None:
+        """Send a goodbye whose reply nobody reads, if the daemon takes it; also after a signal interrupted a reading.
+
+        Without it the daemon keeps the pool for a session that this process has given up, until that expires.
+        """
+        if not (self.is_closed or self.is_forked):
+            self._connection.send_last([encode(Bye(id=self.next_id()))])
 
 
 def open_channel(
@@ -304,7 +314,7 @@ class EngineSession:
         self._process_id = os.getpid()
         self._is_closed = False
         self._on_stale = on_stale
-        self._heartbeat = self._start_heartbeat(welcome, generation) if heartbeat else None
+        self._heartbeat = self._new_heartbeat(welcome, generation) if heartbeat else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._described()}, {'alive' if self.is_alive else 'over'})"
@@ -316,26 +326,41 @@ class EngineSession:
     def is_alive(self) -> bool:
         """Whether the session still exists, as far as this process knows. If not, close it and connect again."""
         heartbeat_stale = self._heartbeat is not None and self._heartbeat.is_stale
-        return not (self._is_closed or self._channel.is_gone or self._channel.is_stale or heartbeat_stale)
+        return not (self._is_closed or self._channel.is_ended or self._channel.is_stale or heartbeat_stale)
 
     def close(self) -> None:
         """End the session. Does nothing the second time.
 
         In a forked child it only closes the child's copies of descriptors.
+
+        Raises:
+            RuntimeError: another thread is inside a call. The session goes on.
         """
+        self._channel.check_thread()
         try:
             complete(self.leaving())
+        except BaseException:  # as of Ctrl-C, maybe before the heartbeats have stopped and the goodbye was sent
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
+            self._channel.say_bye()
+            raise
         finally:
-            self._close_channel()
+            self._channel.close(linger_ms=FAREWELL_MS)
 
     def hang_up(self) -> None:
         """End the session without waiting for the daemon's reply, as after one that did not come. Otherwise `close`."""
+        self._channel.check_thread()
         if not self._is_closed and os.getpid() == self._process_id:
             self._is_closed = True
             if self._heartbeat is not None:
                 self._heartbeat.close()
             self._channel.hang_up()
         self.close()
+
+    def start_heartbeats(self) -> None:
+        """Send heartbeats from now on, where there are any. Not before: an interrupted constructor leaves no thread."""
+        if self._heartbeat is not None:
+            self._heartbeat.start()
 
     def leaving(self) -> Steps[None]:
         """Stop the heartbeats and say goodbye, in steps: the first part of `close`. Does nothing the second time."""
@@ -346,16 +371,13 @@ class EngineSession:
             yield from self._saying_goodbye()
         self._is_closed = True
 
-    def _close_channel(self) -> None:
-        self._channel.close(linger_ms=FAREWELL_MS if self._channel.is_waiting_in_vain else 0)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start_heartbeat(self, welcome: Welcome | WelcomeOffload, generation: int | None) -> Heartbeat:
+    def _new_heartbeat(self, welcome: Welcome | WelcomeOffload, generation: int | None) -> Heartbeat:
         heartbeat = Heartbeat(
             self._channel.path,
             self.session,
@@ -375,34 +397,5 @@ class EngineSession:
         except KvcachedError as error:
             # The session ends anyway, at the latest when this process dies.
             _log.info("kvcached session %d closed without the daemon's reply: %s", self.session.id, error)
-
-
-class Pending(Protocol[T_co]):
-    """A request that was sent to the daemon."""
-
-    def result(self) -> T_co:
-        """Wait for the reply."""
-
-
-class PendingReply(Generic[T]):
-    """A request that was sent; its reply may be fetched later, before its deadline, by the client's thread.
-
-    If the reply is not fetched, what the daemon granted stays granted until the session ends.
-    """
-
-    def __init__(self, receive: Callable[[], T]) -> None:
-        self._receive = receive
-
-    def result(self) -> T:
-        """Wait for the reply. Call it once; it raises what the blocking form of the call raises."""
-        return self._receive()
-
-
-def waiting(begin: Callable[P, Pending[T]]) -> Callable[P, T]:
-    """The blocking form of a call that sends a request and returns before the reply."""
-
-    @wraps(begin)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return begin(*args, **kwargs).result()
-
-    return call
+            if isinstance(error, DaemonUnreachable):  # then the goodbye was not sent
+                self._channel.say_bye()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Final, Generic, TypeVar
+from functools import wraps
+from typing import Final, Generic, ParamSpec, Protocol, TypeVar
 
 from kvcached_client.errors import KvcachedError
 from kvcached_client.protocol.engine import Request
@@ -20,7 +21,9 @@ CALLS_UNDER_WAY_MAX: Final = 64
 
 _log: Final = logging.getLogger("kvcached_client")
 
+P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 #: A call as a generator: it yields each request that it has sent and, when resumed, waits for the reply.
 Steps = Generator[Request, None, T]
@@ -147,3 +150,34 @@ class PostedCalls:
             _log.warning("a call that nobody waits for failed: %s", why)
         self._why = why
         self._error = self._error or error
+
+
+class Pending(Protocol[T_co]):
+    """A request that was sent to the daemon."""
+
+    def result(self) -> T_co:
+        """Wait for the reply."""
+
+
+class PendingReply(Generic[T]):
+    """A request that was sent; its reply may be fetched later, before its deadline, by the client's thread.
+
+    If the reply is not fetched, what the daemon granted stays granted until the session ends.
+    """
+
+    def __init__(self, receive: Callable[[], T]) -> None:
+        self._receive = receive
+
+    def result(self) -> T:
+        """Wait for the reply. Call it once; it raises what the blocking form of the call raises."""
+        return self._receive()
+
+
+def waiting(begin: Callable[P, Pending[T]]) -> Callable[P, T]:
+    """The blocking form of a call that sends a request and returns before the reply."""
+
+    @wraps(begin)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return begin(*args, **kwargs).result()
+
+    return call

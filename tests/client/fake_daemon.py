@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -33,6 +34,7 @@ from kvcached_client.protocol.engine import (
     Header,
     Heartbeat,
     Hello,
+    HelloOffload,
     Load,
     Loaded,
     Match,
@@ -71,6 +73,7 @@ class FakeDaemon:
         hit: blocks that a `Load` finds there.
         requests: what came, in order, heartbeats apart.
         heartbeats: those.
+        in_session: the connections that have said hello and not bye.
         memory: descriptor that a `Join` gets.
         progress: the progress page that it gets, too.
         replies_together: how many replies are kept until they are sent.
@@ -82,6 +85,7 @@ class FakeDaemon:
         self.run_dir = run_dir
         self.requests: list[tuple[Request, list[bytes]]] = []
         self.heartbeats: list[Heartbeat] = []
+        self.in_session: set[bytes] = set()
         self.heartbeat_came = threading.Event()
         self.bye_came = threading.Event()
         self.script: Script | None = None
@@ -149,6 +153,11 @@ class FakeDaemon:
         data, pidfds, _, _ = socket.recv_fds(peer, 16384, 2)
         for pidfd in pidfds:
             os.close(pidfd)
+        with contextlib.suppress(ConnectionError):  # a client that was interrupted has gone
+            if data:
+                self._answer_attach(peer, data)
+
+    def _answer_attach(self, peer: socket.socket, data: bytes) -> None:
         match decode_attach_request(data):
             case Identify():
                 reply = Identified(member=MEMBER, endpoint=f"ipc://{self.run_dir}/rpc.sock", daemon_epoch=1)
@@ -166,6 +175,10 @@ class FakeDaemon:
             self.heartbeats.append(request)
         else:
             self.requests.append((request, frames))
+        if isinstance(request, (Hello, HelloOffload)):
+            self.in_session.add(routing_id)
+        elif isinstance(request, Bye):
+            self.in_session.discard(routing_id)
         answer = self.script(request, frames) if self.script else None
         if answer is None:
             answer = self._default(request, frames)

@@ -165,6 +165,30 @@ def test_interrupted_message_is_not_continued_by_the_next(tmp_path: Path, size: 
     assert instruction > 20
 
 
+@pytest.mark.parametrize("is_read", [True, False], ids=["", "reading interrupted before"])
+def test_goodbye_does_not_continue_an_interrupted_message(tmp_path: Path, is_read: bool) -> None:
+    """The last message comes whole behind one whose sending was interrupted, also where nothing is read any more."""
+    first, bye = [b"header", bytes(3 << 20)], [b"bye"]
+    is_interrupted, instruction = True, 0
+    while is_interrupted:
+        instruction += 1
+        with _ends(str(tmp_path / str(instruction))) as ends:
+            ends.shake_hands()
+            ends.daemon.settimeout(_PATIENCE_MS / 1000)
+            is_interrupted = _interrupted(partial(ends.client.send, first), instruction)
+            ends.client._is_reading = not is_read
+            ends.client.send_last(bye)
+            came, reader = list[list[bytes]](), Reader()
+            while bye not in came:
+                came += [each.parts for each in reader.read(ends.daemon.recv(1 << 20), _MESSAGES_MAX)]
+                while reader.has_more:
+                    came += [each.parts for each in reader.read(b"", _MESSAGES_MAX)]
+                ends.client.flush()
+            assert came in ([first, bye], [bye])
+            assert is_read or not ends.client.events & select.POLLIN
+    assert instruction > 20
+
+
 def test_interrupted_reading_is_the_end_unless_nothing_is_lost(tmp_path: Path) -> None:
     """Wherever an exception of a signal handler ends the reading, all replies are there, or the connection is over."""
     replies = [[b"one", bytes(300)], [b"two"]]

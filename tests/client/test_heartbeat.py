@@ -50,6 +50,7 @@ def test_heartbeats_begin_when_a_descriptor_is_free(daemon: FakeDaemon, monkeypa
     grant = SessionGrant(id=3, token=TOKEN, run_dir=str(daemon.run_dir))
     with no_descriptor_left():
         thread = HeartbeatThread(f"{daemon.run_dir}/rpc.sock", grant, epoch=1, generation=None, interval_ms=20)
+        thread.start()
         assert tried.wait(WAIT_S)
     assert daemon.heartbeat_came.wait(WAIT_S)
     thread.close()

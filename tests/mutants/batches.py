@@ -28,7 +28,7 @@ def calls_of_a_lease_overtake_each_other(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/client/test_batch.py::test_forked_child_leaves_the_replies_to_its_parent")
 def forked_child_takes_replies(patch: pytest.MonkeyPatch) -> None:
     """A child that is forked inside a batch reads from its parent's connection."""
-    rewrite(patch, Channel.receive, "self._check_process()\n", "")
+    rewrite(patch, Channel._receive_reply, "self._check_process()\n", "")
 
 
 @caught_by("tests/client/test_batch.py::test_chain_may_grow_before_the_lease_is_there")
@@ -57,7 +57,7 @@ def posted_calls_without_bound(patch: pytest.MonkeyPatch) -> None:
 @caught_by("tests/client/test_posted.py::test_replies_are_taken_by_later_calls")
 def posted_replies_are_left(patch: pytest.MonkeyPatch) -> None:
     """The replies to posted calls pile up until somebody settles."""
-    rewrite(patch, SessionChannel.send, "self.posted.collect(self.has_come)", "pass")
+    rewrite(patch, SessionChannel._send_request, "self.posted.collect(self.has_come)", "pass")
 
 
 @caught_by("tests/client/test_posted.py::test_refusal_is_logged_raised_by_settle_once_and_loses_no_slot[Release]")

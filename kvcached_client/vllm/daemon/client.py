@@ -14,7 +14,7 @@ from kvcached_client.offload import Hold, Offered, PreparedLoad, PreparedStore
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.attach import SessionGrant
-from kvcached_client.transport.session import Pending
+from kvcached_client.transport.steps import Pending
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 from kvcached_client.vllm.daemon.commands import Seek
 from kvcached_client.vllm.settings import PrefetchMode

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvcached_client.errors import RequestError
 from kvcached_client.offload import Offered, PreparedStore
-from kvcached_client.transport.session import Pending
+from kvcached_client.transport.steps import Pending
 from kvcached_client.vllm.daemon.client import Client
 from kvcached_client.vllm.daemon.commands import Command, Offer, Release
 

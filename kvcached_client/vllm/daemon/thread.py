@@ -28,7 +28,7 @@ from typing import Final, TypeAlias, TypeVar, get_args
 
 from kvcached_client.errors import DaemonUnreachable, DeadlineExceeded, KvcachedError, RequestError
 from kvcached_client.offload import Hold, PreparedLoad, PreparedStore
-from kvcached_client.transport.session import Pending
+from kvcached_client.transport.steps import Pending
 from kvcached_client.vllm.daemon.branches import acquire_branch
 from kvcached_client.vllm.daemon.client import FETCH_MS_MAX, Client, Fetches, begin_acquire, begin_fetch, begin_load
 from kvcached_client.vllm.daemon.commands import (
