@@ -143,7 +143,7 @@ class ClientSteps(EngineSession):
         return lease
 
     def rejoin_next(self) -> None:
-        """`Client.rejoin`, which blocks. No call may be under way."""
+        """`Client.rejoin` with the next daemon, which blocks. No call may be under way."""
         grant, layout = self.session, self.layout.fingerprint()
         channel, member = open_channel(grant.run_dir, deadline_ms=self._channel.deadline_ms, failures="raise")
         try:
@@ -390,11 +390,15 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
         processes keep using the memory that they have mapped; to wait for loads, they map it again with the new
         `session`. Call it when `is_alive` is False. If it raises, the client is unchanged, and you may call it again.
 
+        While the session is alive and its daemon is there, there is nothing to continue: it does nothing.
+
         Raises:
             DaemonUnreachable, DeadlineExceeded: no daemon is up yet, or it did not answer in time: call it again.
             Stale: the pool or the namespace no longer exists: close the client and connect again.
             RequestError: see `kvcached_client.errors`; close the client and connect again.
         """
+        if self._channel.is_connected() and self.is_alive:
+            return
         for batch in self._batches:
             batch.wait()
         self.rejoin_next()

@@ -111,9 +111,15 @@ class AsyncClient(ClientSteps):
     async def rejoin(self) -> None:
         """As `Client.rejoin`, in a thread of its own. Calls that are under way are given up, as at their deadlines.
 
+        While the session is alive and its daemon is there it does nothing, and calls that are under way go on.
+
         Calls that are made meanwhile wait until it is over. An attempt goes on although its task is cancelled; calling
         this again then waits for the same attempt.
         """
+        if self._rejoining is None and self._channel.is_connected() and self.is_alive:
+            if self._replies is not None:
+                self._replies.wake()  # replies may have been read
+            return
         while self._rejoining is None and self._replies is not None:
             replies, self._replies = self._replies, None
             await replies.give_up()

@@ -224,6 +224,7 @@ async def abandoned_rejoin(daemon: FakeDaemon, client: AsyncClient) -> threading
     """What lets an attempt to rejoin go on, whose task was cancelled."""
     daemon.script = partial(continue_session, daemon)
     has_come, welcome = arrival(daemon, Rejoin), held_reply(daemon, Rejoin)
+    client._channel.is_stale = True  # as the daemon has said
     rejoining = asyncio.create_task(client.rejoin())
     assert await has_come()
     rejoining.cancel()
@@ -280,11 +281,30 @@ def test_rejoin_gives_up_the_calls_under_way(daemon: FakeDaemon) -> None:
         has_come = arrival(daemon, Match)
         waiting = asyncio.create_task(client.match(client.chain(range(8))))
         assert await has_come()
+        client._channel.is_stale = True  # as the daemon has said
         await client.rejoin()
         with pytest.raises(DeadlineExceeded):
             await waiting
 
     run(daemon, work, deadline_ms=60_000)
+
+
+def test_rejoin_while_all_is_well_does_nothing(daemon: FakeDaemon) -> None:
+    """The daemon is not asked, and a call that is under way gets its reply, also where that has just arrived."""
+
+    async def work(client: AsyncClient) -> tuple[int, bool]:
+        await client.rejoin()  # before the first call
+        has_come, reply = arrival(daemon, Match), held_reply(daemon, Match)
+        waiting = asyncio.create_task(client.match(client.chain(range(8))))
+        assert await has_come()
+        await client.rejoin()
+        reply.set()
+        assert is_readable(client)  # and the loop has not seen it
+        await client.rejoin()
+        return await waiting, client.is_alive
+
+    assert run(daemon, work) == (2, True)
+    assert daemon.of(Rejoin) == []
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

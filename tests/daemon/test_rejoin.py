@@ -24,7 +24,7 @@ from kvcached_client import (
     NoCapacity,
     map_pool,
 )
-from kvcached_client.errors import RequestError, Stale
+from kvcached_client.errors import Stale
 from kvcached_client.protocol.engine import PoolStats
 from kvcached_client.types import FenceSequence
 from tests.daemon.conftest import CONFIG
@@ -461,9 +461,11 @@ def test_stopped_worker_of_the_daemon_before_is_dead_before_the_next_serves(daem
 
 
 def test_rejoining_needs_a_daemon(daemon: Supervised, engine: Engine) -> None:
-    """While no daemon is there the client says so and can be asked again; with the daemon it had, nothing is left."""
-    with pytest.raises(RequestError):
-        engine.client.rejoin()  # its session is open
+    """With the daemon that it has, an engine goes on as it is; while none is there, it is told so, and asks again."""
+    earlier, lease = engine.client.session, engine.client.acquire("before", engine.chain(100, 1))
+    engine.client.rejoin()  # its session is open
+    assert (engine.client.session, engine.client.is_alive) == (earlier, True)
+    lease.commit(4)
     daemon.kill()
     try:
         engine.client.rejoin()
