@@ -36,6 +36,7 @@ from kvcached.memory.dropped import DroppedMemory
 from kvcached.memory.host_pool import HostHeaders, HostMemory
 from kvcached.memory_start import check_memory
 from kvcached.process.access import Access
+from kvcached.process.child import KILL_DEADLINE_S
 from kvcached.process.earlier import end_earlier
 from kvcached.process.file_access import PASS, let_in
 from kvcached.process.seqpacket import SocketFile
@@ -66,7 +67,7 @@ from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
 from kvcached.storage.process import MODULE as STORAGE_MODULE
 from kvcached.storage_start import EARLIER_STORAGE_DEADLINE_S, recorded, start_storage
 from kvcached.worker.cuda_maker import AT_ONCE_MAX, make_on_device
-from kvcached.worker.group import KILL_DEADLINE_S, LOCK_PATTERN
+from kvcached.worker.group import LOCK_PATTERN
 from kvcached.worker.group import MODULE as WORKER_MODULE
 from kvcached_client.errors import DeviceError, RequestError
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, rpc_endpoint, socket_path

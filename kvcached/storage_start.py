@@ -16,6 +16,7 @@ from kvcached.core.transfers.prefetch import PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached.memory.host_pool import HostMemory
+from kvcached.process.child import KILL_DEADLINE_S
 from kvcached.recovery.generations import READ_DEADLINE_S, Record, RecordFile, RecordWriter, in_layout, read_record
 from kvcached.service.service import Service
 from kvcached.service.storage_verbs import STOP_DEADLINE_S, StorageService, note_forgotten
@@ -92,7 +93,8 @@ async def start_storage(
         service.storage.format_of,
         service.on_event,
     )
-    parts.push_async_callback(link.detach, STOP_DEADLINE_S)
+    # The daemon ends, whatever hangs: the next one waits for whoever may still write here.
+    parts.push_async_callback(link.detach, STOP_DEADLINE_S, KILL_DEADLINE_S)
     known = StorageService(
         link, storage.backend, storage.backup, storage.prefetch_timeout_ms, storage.prefetch_timeout_us_per_token
     )

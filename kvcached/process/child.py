@@ -26,6 +26,8 @@ from kvcached.process.seqpacket import receive, send
 
 M = TypeVar("M")
 
+#: How long a process may take to die after SIGKILL. One that takes longer waits in the kernel, for a device that hangs.
+KILL_DEADLINE_S: Final = 5.0
 #: A child without a connection may be ending; if it does not, it is killed.
 _DISCONNECTED_GRACE_S: Final = 0.5
 _TAIL_LINES: Final = 20

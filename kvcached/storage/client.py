@@ -145,13 +145,13 @@ class StorageLink:
         else:
             self._is_wanted = True
 
-    async def detach(self, deadline_s: float) -> None:
-        """End the process and do not restart it. Requests under way fail when it is dead."""
+    async def detach(self, deadline_s: float, kill_deadline_s: float | None = None) -> None:
+        """As `StorageProcess.stop`, and do not restart it. Requests under way fail when it is dead."""
         self._cancel_timer()
         process, self._is_wanted = self._process, False
         self._go(LinkState.DETACHED)
         if process is not None:
-            await process.stop(deadline_s)
+            await process.stop(deadline_s, kill_deadline_s)
 
     async def started(self, deadline_s: float) -> bool:
         """Wait until a start has ended; returns whether storage works."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ MODULE: Final = "kvcached.storage.main"
 COMMAND: Final = (sys.executable, "-P", "-m", MODULE)
 LOCK_NAME: Final = "storage.lock"
 LOG_NAME: Final = "storage.log"
+
+_log: Final = logging.getLogger(__name__)
 
 
 class StorageProcess:
@@ -82,13 +85,21 @@ class StorageProcess:
         self._refusal = reason
         self.child.kill(reason)
 
-    async def stop(self, deadline_s: float) -> None:
-        """End it in order, or by SIGKILL at the deadline; returns when it is dead."""
+    async def stop(self, deadline_s: float, kill_deadline_s: float | None) -> None:
+        """End it in order, or by SIGKILL at the deadline; returns when it is dead.
+
+        Args:
+            deadline_s: how long it may take to end in order.
+            kill_deadline_s: how long its death is waited for after SIGKILL; None = for ever. It may still write.
+        """
         self._reason = self._reason or "it was stopped"
         self.child.disconnect()
-        if not await self.child.wait_exit(deadline_s):
-            self.kill("it did not end")
-            await self.child.wait_exit(None)
+        if await self.child.wait_exit(deadline_s):
+            return
+        self.kill("it did not end")
+        if not await self.child.wait_exit(kill_deadline_s):
+            words = "storage process %(process)d did not end %(seconds)g s after SIGKILL: the next daemon waits for it"
+            _log.error(words, {"process": self.child.pid, "seconds": kill_deadline_s})
 
     def _on_message(self, message: Report) -> None:
         if isinstance(message, Opened):

@@ -18,7 +18,7 @@ from typing import Final
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import HostMemory
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX
-from kvcached.process.child import ChildProcess
+from kvcached.process.child import KILL_DEADLINE_S, ChildProcess
 from kvcached.worker.exits import DEVICE_FAILED
 from kvcached.worker.messages import (
     REPLY_SIZE_BYTES_MAX,
@@ -43,8 +43,6 @@ WORKER_COMMAND: Final = (sys.executable, "-P", "-m", MODULE)
 #: The names of the lock files of all workers in a run directory.
 LOCK_PATTERN: Final = "worker-*.lock"
 READY_DEADLINE_S: Final = 10.0
-#: How long a process may take to die after SIGKILL.
-KILL_DEADLINE_S: Final = 5.0
 #: How many bytes of a namespace fit into the header of a stored block.
 HEADER_NAMESPACE_BYTES: Final = 16
 #: A replica's name, which becomes part of file names.

@@ -86,7 +86,7 @@ class SimulatedStorage:
         self._reason = self._reason or reason
         self._end_soon(self._world.chance.spread(*_DIES_US))
 
-    async def stop(self, deadline_s: float) -> None:
+    async def stop(self, deadline_s: float, _: float | None) -> None:
         """Close the connection, at which it ends; by SIGKILL at the deadline. Returns when it is dead."""
         self._reason, self._is_closed = self._reason or "it was stopped", True
         grace_us = int(deadline_s * 1e6) if self.process.stopped else 0

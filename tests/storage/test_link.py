@@ -101,7 +101,7 @@ class FakeProcess:
     def kill(self, reason: str) -> None:
         self.kills.append(reason)
 
-    async def stop(self, _: float) -> None:
+    async def stop(self, *_: float | None) -> None:
         await self.dead.wait()
         self.on_exit("ended")
 

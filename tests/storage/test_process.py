@@ -14,6 +14,7 @@ import pytest
 from kvcached.storage import process
 from kvcached.storage.messages import NotOpened, StorageConfig, encode
 from kvcached.storage.process import StorageProcess
+from tests.unkillable import unkillable
 
 #: Waits, between the end of its connection and its own, until the daemon has seen the first.
 _CLOSES_FIRST = """
@@ -110,6 +111,36 @@ def test_process_that_ends_by_itself_is_not_killed(tmp_path: Path, monkeypatch: 
     ending = asyncio.run(start())
 
     assert ending == "ended with status 7: the reason"
+
+
+def test_process_that_cannot_be_killed_is_waited_for_as_long_as_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon that ends leaves it to the next one, and says so; one that goes on waits until it is dead."""
+    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(1000)"))
+
+    async def play() -> str:
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        with (tmp_path / "memory").open("wb") as memory:
+            started = StorageProcess(
+                CONFIG,
+                (memory.fileno(), memory.fileno()),
+                tmp_path,
+                on_opened=lambda _: None,
+                on_reply=lambda _: None,
+                on_exit=ended.set_result,
+            )
+        async with asyncio.timeout(10):
+            with unkillable(started.child.pid):
+                await started.stop(0.05, 0.05)
+                assert f"storage process {started.child.pid} did not end" in caplog.text
+                stopping = asyncio.create_task(started.stop(0.05, None))
+                await asyncio.sleep(0.5)
+                assert (stopping.done(), started.child.is_alive) == (False, True)
+            await stopping
+            return await ended
+
+    assert asyncio.run(play()) == "was killed: it did not end (it was stopped)"
 
 
 def test_missing_log_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
