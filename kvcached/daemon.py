@@ -36,7 +36,6 @@ from kvcached.memory.dropped import DroppedMemory
 from kvcached.memory.host_pool import HostHeaders, HostMemory
 from kvcached.memory_start import check_memory
 from kvcached.process.access import Access
-from kvcached.process.child import KILL_DEADLINE_S
 from kvcached.process.earlier import end_earlier
 from kvcached.process.file_access import PASS, let_in
 from kvcached.process.seqpacket import SocketFile
@@ -65,7 +64,7 @@ from kvcached.start_errors import LedgerUnusable, StartError, start_error
 from kvcached.stopping import Stop
 from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
 from kvcached.storage.process import MODULE as STORAGE_MODULE
-from kvcached.storage_start import EARLIER_STORAGE_DEADLINE_S, recorded, start_storage
+from kvcached.storage_start import recorded, start_storage
 from kvcached.worker.cuda_maker import AT_ONCE_MAX, make_on_device
 from kvcached.worker.group import LOCK_PATTERN
 from kvcached.worker.group import MODULE as WORKER_MODULE
@@ -176,7 +175,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
     news, inheritance = News(), None
     try:
         inherited = parts.enter_context(ExitStack())
-        await end_earlier(config.run_dir / STORAGE_LOCK_NAME, STORAGE_MODULE, EARLIER_STORAGE_DEADLINE_S)
+        await end_earlier(config.run_dir / STORAGE_LOCK_NAME, STORAGE_MODULE)
         await _end_earlier_workers(config.run_dir)
         inheritance = await inherit(
             config.run_dir, config.host, config.replica, earlier.engine_pools, earlier.dropped, inherited,
@@ -243,7 +242,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
 async def _end_earlier_workers(run_dir: Path) -> None:
     """Confirm the deaths of an earlier daemon's workers: until then they may write into the pools that it has left."""
     locks = fnmatch.filter(os.listdir(run_dir), LOCK_PATTERN)  # noqa: PTH208
-    await asyncio.gather(*(end_earlier(run_dir / lock, WORKER_MODULE, KILL_DEADLINE_S) for lock in locks))
+    await asyncio.gather(*(end_earlier(run_dir / lock, WORKER_MODULE) for lock in locks))
 
 
 async def _start_workers(workers: Iterable[Holder]) -> None:

@@ -27,8 +27,6 @@ from kvcached.storage.messages import StorageConfig as ProcessConfig
 from kvcached.storage.record_exchange import RecordExchange
 from kvcached_client.errors import ErrorCode, request_error
 
-#: The storage process of a daemon that died waits for its device at most.
-EARLIER_STORAGE_DEADLINE_S: Final = 30.0
 #: Engines that wait for the next daemon have their hits in memory without storage.
 TAKEOVER_PATIENCE_S: Final = 2.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import logging
 import os
 import re
 import signal
@@ -22,6 +23,12 @@ from kvcached.process.readable import readable
 _LOCK_BYTES_MAX: Final = 20
 #: What a lock file holds: a process id, or zeros where the machine has crashed.
 _LOCK: Final = re.compile(rb"[\d\s\0]*")
+#: A killed process is dead within milliseconds. One that is not is named in the log after so long, ...
+_NAMED_AFTER_S: Final = 5.0
+#: ... and again at this interval.
+_NAMED_EVERY_S: Final = 60.0
+
+_log: Final = logging.getLogger(__name__)
 
 
 def take_lock(path: str) -> int:
@@ -61,16 +68,18 @@ def name_holder(lock: int, pid: int) -> None:
     os.pwrite(lock, f"{pid}\n".encode(), 0)
 
 
-async def end_earlier(path: Path, module: str, deadline_s: float) -> None:
+async def end_earlier(path: Path, module: str) -> None:
     """Kill the process that holds a lock, if there is one, and wait until it is dead.
+
+    There is no deadline: a start that failed would be one of those after which the manager gives up, and drops the
+    memory. Nothing but a reboot ends a process that waits in the kernel for a disk or a device that hangs.
 
     Args:
         path: the lock.
         module: what such a process runs; nothing else is killed.
-        deadline_s: how long its death may take.
 
     Raises:
-        OSError: it does not end, or another program holds the lock.
+        OSError: another program holds the lock, or a process that cannot be seen from here.
     """
     try:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -80,12 +89,12 @@ async def end_earlier(path: Path, module: str, deadline_s: float) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            await _end_holder(lock, path.name, module, deadline_s)
+            await _end_holder(lock, path.name, module)
     finally:
         os.close(lock)
 
 
-async def _end_holder(lock: int, name: str, module: str, deadline_s: float) -> None:
+async def _end_holder(lock: int, name: str, module: str) -> None:
     """End the process that wrote its id into a file and holds a lock on it."""
     text = os.pread(lock, _LOCK_BYTES_MAX, 0).strip()
     pid = int(text) if text.isdigit() else 0
@@ -101,12 +110,27 @@ async def _end_holder(lock: int, name: str, module: str, deadline_s: float) -> N
             raise OSError(f"a process holds {name} in the run directory, and it is not {pid}, as written there")
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        async with asyncio.timeout(deadline_s):
-            await readable(pidfd)
-    except TimeoutError:
-        raise OSError(f"process {pid} of an earlier daemon, which holds {name}, does not end") from None
+        await _await_death(pidfd, pid, name)
     finally:
         os.close(pidfd)
+
+
+async def _await_death(pidfd: int, pid: int, name: str) -> None:
+    """Wait until a process is dead that was killed, and say now and then what is waited for."""
+    loop = asyncio.get_running_loop()
+    killed_s, patience_s = loop.time(), _NAMED_AFTER_S
+    while True:
+        try:
+            async with asyncio.timeout(patience_s):
+                return await readable(pidfd)
+        except TimeoutError:
+            patience_s = _NAMED_EVERY_S
+        _log.error(
+            "the start waits for the end of process %(process)d of an earlier daemon, which holds %(lock)s and may "
+            "still write into memory that was kept. It was killed %(seconds).0f s ago, and does not end while the disk "
+            "or the device hangs that it waits for: mend that, or reboot the machine",
+            {"process": pid, "lock": name, "seconds": loop.time() - killed_s},
+        )
 
 
 def _check_released(lock: int, name: str, pid: int) -> None:

@@ -23,6 +23,7 @@ from tests.daemon.offload_process import BLOCK_SIZE, keys_of
 from tests.daemon.supervised import supervised
 from tests.daemon.test_offload import config
 from tests.daemon.test_restart import Engine
+from tests.unkillable import unkillable
 
 BLOCKS = 6
 WAIT_S = 30.0
@@ -158,6 +159,35 @@ def test_next_daemon_waits_for_the_last_ones_storage_process(tmp_path: Path, num
             engine.join()
             assert engine.load("a", BLOCKS) == BLOCKS
             until(lambda: report(running).state == "ready")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
+def test_storage_process_that_cannot_be_killed_costs_no_memory(tmp_path: Path, how: signal.Signals) -> None:
+    """The next daemon waits until it is dead, even if the one before was told to end, and then has every block.
+
+    A start that waits is no failed start, of which the supervisor allows one here; and it can be told to end.
+    """
+    with supervised(tmp_path, with_storage(tmp_path / "disk"), failed_starts_max=1) as daemon:
+        running = RunningDaemon(daemon.process, daemon.run_dir)
+        with connected(running) as engine:
+            engine.store("a", BLOCKS)
+            backed_up(running, BLOCKS)
+            pid = int((daemon.run_dir / "storage.lock").read_text())
+            with unkillable(pid):
+                daemon.kill() if how == signal.SIGKILL else daemon.process.send_signal(how)
+                until(lambda: f"waits for the end of process {pid}" in daemon.log)
+                assert (f"storage process {pid} did not end" in daemon.log) is (how == signal.SIGHUP)
+            daemon.await_ready()
+            engine.connect()
+            engine.join()
+            assert engine.load("a", BLOCKS) == BLOCKS
+        until(lambda: report(running).state == "ready")
+        with unkillable(int((daemon.run_dir / "storage.lock").read_text())):
+            daemon.kill()
+            until(lambda: daemon.log.count("waits for the end of process") == 2)
+            daemon.process.terminate()
+            assert daemon.process.wait(WAIT_S) == 128 + signal.SIGTERM
 
 
 def test_namespace_is_known_before_storage_tells_of_itself(tmp_path: Path) -> None:
