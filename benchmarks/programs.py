@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvcached.recovery import fd_store
+from kvcached.process import notify
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _START_TIMEOUT_S: Final = 60
@@ -75,7 +75,7 @@ def daemon_process(config: str, directory: Path, *, command: str = "serve") -> I
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
         notices.bind(str(address))
         arguments = ["kvcached", command, "--config", str(file)]
-        with running("daemon", arguments, directory, **{fd_store.NOTIFY_VARIABLE: str(address)}) as program:
+        with running("daemon", arguments, directory, **{notify.NOTIFY_VARIABLE: str(address)}) as program:
             _wait_until_ready(program, notices, directory / "daemon.log")
             yield program
 
@@ -101,7 +101,7 @@ def _wait_until_ready(program: subprocess.Popen[bytes], notices: socket.socket, 
             readable, _, _ = select.select([notices.fileno(), death], [], [], _START_TIMEOUT_S)
             if notices.fileno() not in readable:
                 raise RuntimeError(f"the daemon is not ready; its log ends with:\n{log.read_text()[-2000:]}")
-            if notices.recv(4096) == fd_store.READY.encode():
+            if notices.recv(4096) == notify.READY.encode():
                 return
     finally:
         os.close(death)

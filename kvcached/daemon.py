@@ -38,9 +38,10 @@ from kvcached.memory_start import check_memory
 from kvcached.process.access import Access
 from kvcached.process.earlier import end_earlier
 from kvcached.process.file_access import PASS, let_in
+from kvcached.process.notify import STOPPING, notify
 from kvcached.process.seqpacket import SocketFile
 from kvcached.recovery.engine_pools import EnginePools
-from kvcached.recovery.fd_store import STOPPING, is_anything_stored, notify
+from kvcached.recovery.fd_store import is_anything_stored
 from kvcached.recovery.generations import (
     editions_of,
     first_of,
@@ -62,8 +63,7 @@ from kvcached.service.service import Service
 from kvcached.service.state_writer import StatePlace
 from kvcached.start_errors import LedgerUnusable, StartError, start_error
 from kvcached.stopping import Stop
-from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK_NAME
-from kvcached.storage.process import MODULE as STORAGE_MODULE
+from kvcached.storage import process as storage_process
 from kvcached.storage_start import recorded, start_storage
 from kvcached.worker.cuda_maker import AT_ONCE_MAX, make_on_device
 from kvcached.worker.group import LOCK_PATTERN
@@ -175,7 +175,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
     news, inheritance = News(), None
     try:
         inherited = parts.enter_context(ExitStack())
-        await end_earlier(config.run_dir / STORAGE_LOCK_NAME, STORAGE_MODULE)
+        await end_earlier(config.run_dir / storage_process.LOCK_NAME, storage_process.MODULE)
         await _end_earlier_workers(config.run_dir)
         inheritance = await inherit(
             config.run_dir, config.host, config.replica, earlier.engine_pools, earlier.dropped, inherited,

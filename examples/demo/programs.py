@@ -15,8 +15,8 @@ from typing import IO, Final, cast
 
 import msgspec
 
+from kvcached.process import notify
 from kvcached.process.seqpacket import peer_credentials
-from kvcached.recovery import fd_store
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME
 
 #: The checkout.
@@ -143,7 +143,7 @@ class SupervisedDaemon(Program):
         self._notices = notices
         self._attach = str(directory / "run" / ATTACH_SOCKET_NAME)
         arguments = ["kvcached", "supervise", "--config", str(configuration)]
-        super().__init__("daemon", arguments, directory, **{fd_store.NOTIFY_VARIABLE: notices.getsockname()})
+        super().__init__("daemon", arguments, directory, **{notify.NOTIFY_VARIABLE: notices.getsockname()})
 
     @property
     def daemon_pid(self) -> int:
@@ -180,7 +180,7 @@ class SupervisedDaemon(Program):
             DemoError: none did in time, or the supervisor gave up.
         """
         notice = b""
-        while notice != fd_store.READY.encode():
+        while notice != notify.READY.encode():
             self.wait_readable(self._notices.fileno(), _START_TIMEOUT_S)
             notice = self._notices.recv(4096)
 

@@ -4,8 +4,8 @@ The manager is systemd or `kvcached supervise`. A stored memfd keeps its memory,
 the daemon before it. The next daemon inherits the stored descriptors from number 3 on, and three environment variables
 that give their number, their names, and the process that they are for.
 
-The daemon's end is `notify`, `store`, `remove`, `taken_in` and `take_stored`; the manager's end is `NoticeSocket` and
-`KeptDescriptors`. The manager names its socket in ``$NOTIFY_SOCKET``; a leading ``@`` stands for an abstract one.
+The daemon's end is `store`, `remove`, `taken_in` and `take_stored`; the manager's end is `NoticeSocket` and
+`KeptDescriptors`. `kvcached.process.notify` sends what the daemon has to say.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from kvcached.process.descriptors import is_same_memfd, none_free, was_none_free
+from kvcached.process.notify import NOTIFY_VARIABLE, WAIT_S, notify, notify_now, send_unsent, unsent
 from kvcached.process.readable import readable
-
-NOTIFY_VARIABLE: Final = "NOTIFY_SOCKET"
-READY: Final = "READY=1"
-STOPPING: Final = "STOPPING=1"
-
-#: How long a message may wait for room in the manager's queue. A stopped manager must not stop the daemon.
-WAIT_S: Final = 2.0
 
 #: No daemon stores as many; a larger number is a mistake.
 DESCRIPTORS_MAX: Final = 1024
@@ -64,37 +58,6 @@ _PREFIX: Final = "kvcached-notify-"
 _CREDENTIALS: Final = struct.Struct("iII")
 
 _log: Final = logging.getLogger(__name__)
-#: The manager's address while it takes no messages.
-_deaf: Final[set[str]] = set()
-
-
-def notify(state: str, descriptors: tuple[int, ...] = (), *, wait_s: float = WAIT_S) -> bool:
-    """Send `state` and descriptors to the service manager, within `wait_s`. Does nothing without a manager.
-
-    If the manager cannot be reached, that is logged and the daemon continues: the manager decides what a missing
-    message means. One that takes no message in time is not waited for again before it takes one: a pool of many parts
-    would keep the daemon from everything else for minutes.
-
-    Returns:
-        Whether the message was sent. The manager does not acknowledge it.
-    """
-    address = os.environ.get(NOTIFY_VARIABLE, "")
-    if not address:
-        return False
-    if address.startswith("@"):
-        address = "\0" + address[1:]
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.settimeout(0 if address in _deaf else wait_s)
-        try:
-            sender.sendmsg([state.encode()], ancillary, 0, address)
-            _deaf.discard(address)
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                _deaf.add(address)
-            _log.warning("%s not sent to %s: %s", state.replace("\n", " "), NOTIFY_VARIABLE, error)
-            return False
-    return True
 
 
 def take_stored() -> dict[str, list[int]]:
@@ -131,32 +94,36 @@ def store(name: str, descriptor: int) -> bool:
     Raises:
         ValueError: the name is not allowed.
     """
-    return notify(store_message(name), (descriptor,))
+    return notify(store_message(name), descriptor)
 
 
 def remove(name: str) -> bool:
-    """Ask the manager to close the descriptors that it keeps under a name. Returns and raises as `store`."""
-    return notify(remove_message(name))
+    """Ask the manager to close the descriptors that it keeps under a name. Returns and raises as `store`.
+
+    Those that it was not sent yet leave the queue.
+    """
+    return notify(remove_message(name), instead_of=_name_line(name))
 
 
 def store_message(name: str) -> str:
     """What goes with a descriptor that is to be kept."""
-    return f"FDSTORE=1\nFDNAME={_checked(name)}\nFDPOLL=0"
+    return f"FDSTORE=1\n{_name_line(name)}\nFDPOLL=0"
 
 
 def remove_message(name: str) -> str:
     """What has the descriptors of a name closed."""
-    return f"FDSTOREREMOVE=1\nFDNAME={_checked(name)}"
+    return f"FDSTOREREMOVE=1\n{_name_line(name)}"
 
 
 async def taken_in() -> bool:
     """Wait until the manager has carried out all that it was sent before, within `WAIT_S`; whether it has.
 
-    It has when it closes a pipe that it is sent then. True without a manager.
+    It has when it closes a pipe that it is sent then. It has not while messages wait for it. True without a manager.
     """
+    send_unsent()
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
-        is_sent = notify("BARRIER=1", (theirs,))
+        is_sent = not unsent() and notify_now("BARRIER=1", theirs, wait_s=WAIT_S)
     finally:
         os.close(theirs)
     try:
@@ -176,10 +143,10 @@ def is_name(name: str) -> bool:
     return 0 < len(name) <= NAME_LENGTH_MAX and name.isascii() and name.isprintable() and ":" not in name
 
 
-def _checked(name: str) -> str:
+def _name_line(name: str) -> str:
     if not is_name(name):
         raise ValueError(f"{name!r} is no name for a descriptor: give up to 255 ASCII characters without colons")
-    return name
+    return f"FDNAME={name}"
 
 
 def _by_name(descriptors: range, names: str) -> dict[str, list[int]]:

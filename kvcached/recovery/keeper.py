@@ -23,16 +23,15 @@ from typing import Final
 
 from kvcached.process.descriptors import none_free, raise_soft_limit
 from kvcached.process.earlier import take_lock
+from kvcached.process.notify import READY, notify
 from kvcached.process.seqpacket import SocketFile, listen, peer_credentials, receive, send
 from kvcached.recovery.fd_store import (
     DESCRIPTORS_PER_MESSAGE_MAX,
     MESSAGE_BYTES_MAX,
-    READY,
     TOO_LARGE,
     KeptDescriptors,
     Notice,
     Refusals,
-    notify,
     store_message,
 )
 

@@ -12,12 +12,12 @@ from typing import Final
 
 from kvcached.process.backoff import BackOff
 from kvcached.process.descriptors import none_free
+from kvcached.process.notify import WAIT_S
 from kvcached.process.readable import readable
 from kvcached.process.seqpacket import peer_credentials, receive
 from kvcached.recovery.fd_store import (
     DESCRIPTORS_PER_MESSAGE_MAX,
     MESSAGE_BYTES_MAX,
-    WAIT_S,
     KeptDescriptors,
     Notice,
     remove_message,

@@ -20,19 +20,17 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from kvcached.process.descriptors import raise_soft_limit
+from kvcached.process.notify import NOTIFY_VARIABLE, STOPPING, notify
 from kvcached.process.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from kvcached.process.trial import Trial
 from kvcached.recovery.fd_store import (
     COUNT_VARIABLE,
     FIRST_DESCRIPTOR,
     NAMES_VARIABLE,
-    NOTIFY_VARIABLE,
     PID_VARIABLE,
-    STOPPING,
     VARIABLES,
     KeptDescriptors,
     NoticeSocket,
-    notify,
 )
 from kvcached.recovery.keeper_link import KeeperLink
 from kvcached.recovery.watchdog import PID_VARIABLE as WATCHDOG_PID_VARIABLE

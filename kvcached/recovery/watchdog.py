@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kvcached.recovery.fd_store import NOTIFY_VARIABLE, READY, notify
+from kvcached.process.notify import NOTIFY_VARIABLE, READY, notify, notify_now, send_unsent, unsent
 
 #: Set by the manager: after how many microseconds of silence it kills the process, and which process.
 USEC_VARIABLE: Final = "WATCHDOG_USEC"
@@ -20,6 +20,8 @@ MORE_TIME: Final = "EXTEND_TIMEOUT_USEC"
 EXTENSION_S: Final = 60.0
 #: ... for which it asks at this interval. Reading a large host pool's headers may take a minute.
 EXTENSION_INTERVAL_S: Final = 20.0
+#: The interval between pings at most, while the manager has not taken everything.
+UNSENT_INTERVAL_S: Final = 1.0
 #: A shorter interval between pings is a mistake of the manager, and would keep the event loop busy.
 _INTERVAL_S_MIN: Final = 0.05
 #: How often a watch looks within the shortest silence that it has to notice.
@@ -39,35 +41,37 @@ class Pings:
     """Pings the manager from the event loop, so that a loop that hangs is silent.
 
     During the start a ping is a request for more time. From `ready` to the end of the process it is ``WATCHDOG=1``,
-    sent twice in the time after which the manager would kill the process.
+    sent twice in the time after which the manager would kill the process, where it watches. With each ping goes what
+    the manager has not taken before; while something is left of that, pings come more often.
     """
 
     def __init__(self) -> None:
         """Start to ping."""
         self._loop = asyncio.get_running_loop()
         self._allowed_s = silence_allowed_s(os.environ)
-        self._timer = self._loop.call_later(EXTENSION_INTERVAL_S, self._ask_for_time)
+        self._state, self._interval_s = f"{MORE_TIME}={EXTENSION_S * 1e6:.0f}", EXTENSION_INTERVAL_S
+        self._timer = self._loop.call_later(self._interval_s, self._ping)
 
     def ready(self) -> None:
         """Tell the manager that the process is ready."""
         self._timer.cancel()
         notify(READY)
-        if self._allowed_s is not None and os.environ.get(NOTIFY_VARIABLE):
-            self._ping(max(self._allowed_s / 2, _INTERVAL_S_MIN))
+        self._state = ""
+        if self._allowed_s is not None:
+            self._state, self._interval_s = ALIVE, max(self._allowed_s / 2, _INTERVAL_S_MIN)
+        if os.environ.get(NOTIFY_VARIABLE):
+            self._ping()
 
     def close(self) -> None:
         """Stop to ping."""
         self._timer.cancel()
 
-    # Neither message waits for a manager that does not read: the next ping says the same.
-
-    def _ask_for_time(self) -> None:
-        notify(f"{MORE_TIME}={EXTENSION_S * 1e6:.0f}", wait_s=0)
-        self._timer = self._loop.call_later(EXTENSION_INTERVAL_S, self._ask_for_time)
-
-    def _ping(self, interval_s: float) -> None:
-        notify(ALIVE, wait_s=0)
-        self._timer = self._loop.call_later(interval_s, self._ping, interval_s)
+    def _ping(self) -> None:
+        send_unsent()
+        if self._state:
+            notify_now(self._state)  # does not wait for a manager that does not read: the next ping says the same
+        pause_s = min(self._interval_s, UNSENT_INTERVAL_S) if unsent() else self._interval_s
+        self._timer = self._loop.call_later(pause_s, self._ping)
 
 
 class Watch:

@@ -15,6 +15,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.slots.states import PoolState
+from kvcached.process.notify import unsent
 from kvcached.process.seqpacket import SocketFile
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
@@ -105,6 +106,7 @@ class HealthRequests:
             parts += self._registered()
             parts += self._more()
             parts += self._unreachable()
+            parts += _untold()
             parts += self._held_back()
             is_ok = all(part.ok for part in parts)
             report = HealthReport(id=reply.request.id, ok=is_ok, parts=tuple(parts))
@@ -284,6 +286,16 @@ class HostMemoryCheck:
             if rest:
                 return next(iter(pool.slabs)), min(CHECKED_BYTES, rest)
         return None
+
+
+def _untold() -> list[HealthPart]:
+    """What the service manager has not taken: without it, it keeps no memory, and may not know that the daemon runs."""
+    count = unsent()
+    detail = (
+        f"{count} {'message waits' if count == 1 else 'messages wait'} for the service manager, which takes none: see "
+        "whether it hangs or is stopped. Memory that it was not told to keep is lost when the daemon dies"
+    )
+    return [HealthPart(part="manager", ok=False, detail=detail)] if count else []
 
 
 def _registration(of: HostRegistration) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.recovery.fd_store import READY, STOPPING, notify
+from kvcached.process.notify import READY, STOPPING, notify
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])

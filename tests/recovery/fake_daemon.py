@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 
-from kvcached.recovery.fd_store import READY, STOPPING, VARIABLES, notify, remove, store, take_stored
+from kvcached.process.notify import READY, STOPPING, notify
+from kvcached.recovery.fd_store import VARIABLES, remove, store, take_stored
 
 STOPPED_STATUS = 7
 UNREADY_STATUS = 5

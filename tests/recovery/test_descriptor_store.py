@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.process.notify import READY, WAIT_S, notify, notify_now, send_unsent, unsent
 from kvcached.recovery import fd_store as descriptor_store
-from kvcached.recovery.fd_store import VARIABLES, WAIT_S, remove, store, take_stored
+from kvcached.recovery.fd_store import VARIABLES, remove, store, take_stored, taken_in
 
 
 @pytest.fixture
@@ -142,17 +144,44 @@ def test_manager_that_takes_nothing_is_waited_for_once(
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        monkeypatch.setattr("kvcached.recovery.fd_store.socket.socket", Sender)
+        monkeypatch.setattr("kvcached.process.notify.socket.socket", Sender)
         sent = 0
         while store(f"part-{sent}", memfd(b"")):
             sent += 1
+        assert waits == [WAIT_S] * (sent + 1)
         del waits[:]
-        assert not any(store(f"more-{number}", memfd(b"")) for number in range(64))
-        assert waits == [0] * 64
-        for _ in range(sent):
-            manager.recv(1000)
+        parts = [f"part-{number}" for number in range(sent + 64)]
+        assert not any(store(name, memfd(b"")) for name in parts[sent + 1 :])
+        assert waits == [0] * 63
+        assert [name for name, _ in taken_by(manager)] == parts
         assert (store("again", memfd(b"")), store("and again", memfd(b""))) == (True, True)
-        assert waits[-1] == WAIT_S
+        assert waits[-2:] == [WAIT_S] * 2
+
+
+def test_what_was_not_sent_is_sent_later_in_order(
+    memfd: Callable[[bytes], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that reads again gets what holds then, once and in order, and the memory that was closed meanwhile."""
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.setattr("kvcached.process.notify.WAIT_S", 0.01)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        first, second, third = memfd(b"first"), memfd(b"second"), memfd(b"third")
+        before = descriptors_here()
+        while notify_now("WATCHDOG=1"):
+            pass
+        store("host", first)
+        remove("host")
+        store("host", closed := os.dup(second))
+        os.close(closed)
+        store("given-up", third)
+        remove("given-up")
+        for _ in range(3):
+            assert not notify(READY)
+        assert (unsent(), asyncio.run(taken_in())) == (4, False)
+
+        assert taken_by(manager) == [("host", b""), ("host", b"second"), ("given-up", b""), ("", b"")]
+        assert (unsent(), descriptors_here()) == (0, before)
 
 
 def test_without_a_manager_nothing_is_kept(memfd: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,3 +199,26 @@ def test_names_that_would_say_something_else_are_refused(name: str, memfd: Calla
         store(name, memfd(b""))
     with pytest.raises(ValueError, match="no name"):
         remove(name)
+
+
+def descriptors_here() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def taken_by(manager: socket.socket) -> list[tuple[str, bytes]]:
+    """What a manager reads of a process that sends until nothing waits, without pings: names, and what is in memory."""
+    found: list[tuple[str, bytes]] = []
+    manager.setblocking(False)
+    while True:
+        try:
+            data, kept, _, _ = socket.recv_fds(manager, 1000, 4)
+        except BlockingIOError:
+            if not unsent():
+                return found
+            send_unsent()
+            continue
+        fields = dict(line.split("=") for line in data.decode().split("\n"))
+        if "WATCHDOG" not in fields:
+            found.append((fields.get("FDNAME", ""), b"".join(os.pread(each, 100, 0) for each in kept)))
+        for each in kept:
+            os.close(each)

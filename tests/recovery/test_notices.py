@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcached.recovery.fd_store import KEPT_MAX, READY, KeptDescriptors, Notice, NoticeSocket, notify, remove, store
+from kvcached.process.notify import READY, notify
+from kvcached.recovery.fd_store import KEPT_MAX, KeptDescriptors, Notice, NoticeSocket, remove, store
 from tests.client.descriptors import no_descriptor_left
 
 

@@ -11,7 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from kvcached.recovery.watchdog import EXTENSION_INTERVAL_S, EXTENSION_S, Pings, Watch, silence_allowed_s
+from kvcached.process.notify import notify_now
+from kvcached.recovery.watchdog import (
+    EXTENSION_INTERVAL_S,
+    EXTENSION_S,
+    UNSENT_INTERVAL_S,
+    Pings,
+    Watch,
+    silence_allowed_s,
+)
 from tests.virtual_time import VirtualTimeLoop
 
 ALIVE = {"WATCHDOG": "1"}
@@ -128,6 +136,32 @@ def test_manager_that_reads_nothing_keeps_no_loop_waiting(tmp_path: Path, monkey
             pings.ready()
             await asyncio.sleep(2000)
             assert read(heard)[:2] == [b"READY=1", b"WATCHDOG=1"]
+            pings.close()
+
+    played(story)
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_readiness_that_was_not_heard_is_told_again(
+    is_watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that takes nothing when the process is ready hears of it once, when it reads again."""
+    monkeypatch.setattr("kvcached.process.notify.WAIT_S", 0.01)
+    monkeypatch.setenv("WATCHDOG_USEC", str(SILENCE_S * 1_000_000) if is_watched else "")
+    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+
+    async def story(_: VirtualTimeLoop) -> None:
+        with manager(tmp_path, monkeypatch) as heard:
+            while notify_now("X=1"):
+                pass
+            pings = Pings()
+            pings.ready()
+            await asyncio.sleep(SILENCE_S)
+            assert b"READY=1" not in read(heard)
+            await asyncio.sleep(UNSENT_INTERVAL_S * 1.5)
+            assert read(heard) == [b"READY=1", *[b"WATCHDOG=1"] * is_watched]
+            await asyncio.sleep(SILENCE_S)
+            assert b"READY=1" not in read(heard)
             pings.close()
 
     played(story)

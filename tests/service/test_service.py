@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from array import array
+from pathlib import Path
 
 import pytest
 
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import Ticked, WorkerDied
 from kvcached.core.slots.states import SlotState
+from kvcached.process import notify
 from kvcached.service.health import HealthChecks
 from kvcached.service.pending import Answer
 from kvcached_client.errors import ErrorCode, RequestError
@@ -372,6 +375,25 @@ def test_internal_error_is_one_reply_and_no_crash(monkeypatch: pytest.MonkeyPatc
 def health(office: Office) -> wire.HealthReport:
     """The answer to a health request."""
     return asyncio.run(office.health())
+
+
+def test_health_tells_of_a_service_manager_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While messages wait for the manager, memory that was made since is not kept: the check fails, and says so."""
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.setattr(notify, "WAIT_S", 0.01)
+    office = Office()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        while notify.notify_now("X=1"):
+            pass
+        notify.notify(notify.READY)
+        report = health(office)
+        assert [(part.part, part.detail[:19]) for part in report.parts if not part.ok] == [
+            ("manager", "1 message waits for")
+        ]
+        manager.recv(100)
+        notify.send_unsent()
+        assert health(office).ok
 
 
 def test_health_takes_slots_like_an_engine_and_leaves_nothing() -> None:
