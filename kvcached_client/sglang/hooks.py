@@ -2,7 +2,8 @@
 
 - Which pages are before those that it asks for. It names the pages of all nodes above the last one of its tree that
   the prompt shares, and leaves out the pages of that node itself.
-- Whether its scheduler asks, and not a thread of its storage, so that nothing else goes on until it has the answer.
+- Whether its scheduler asks, and not a thread of its storage. Where SGLang decodes what another SGLang has prefilled,
+  its scheduler promises the other one what the storage has, and ends the request if less is loaded later.
 - That weights in memory were replaced, so that the pages of all prompts mean something else from then on.
 """
 
@@ -20,7 +21,7 @@ from kvcached_client.sglang.loaded_weights import LoadedWeights
 _REGISTRY: Final = "sglang.srt.plugins.hook_registry.HookRegistry"
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _TREE: Final = f"{_CACHE}.prefetch_from_storage"
-#: The scheduler calls this one with the same gap in the prefix, where it decodes what another SGLang has prefilled.
+#: The scheduler calls this one, where it decodes what another SGLang has prefilled.
 _QUERY: Final = f"{_CACHE}.query_storage_hit_length"
 _FLUSH: Final = f"{_CACHE}.reset"
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -37,7 +38,7 @@ _WEIGHTS: Final = (
     f"{_UPDATER}.load_weights_from_distributed",
     "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors",
 )
-#: Arguments of `_TREE` and `_QUERY` that are used.
+#: Arguments of `_TREE` that are used.
 _NODE: Final = "last_host_node_id"
 _PREFIX: Final = "prefix_keys"
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -62,16 +63,15 @@ def install(*, is_attached_late: bool) -> LoadedWeights:
     """
     if _loaded:
         return _loaded[0]
-    signatures = check_interface()
+    signature = check_interface()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
 
     loaded = LoadedWeights(loaded_weights.process_began_ns())
 
     def whole_prefix(*args: Any, **kwargs: Any) -> _Arguments:  # noqa: ANN401 - SGLang's
-        return _with_prefix(signatures[_TREE], args, kwargs)
+        return _with_prefix(signature, args, kwargs)
 
     def query(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - SGLang's
-        args, kwargs = _with_prefix(signatures[_QUERY], args, kwargs)
         token = _is_scheduler_asking.set(True)
         try:
             return ask(*args, **kwargs)
@@ -102,27 +102,26 @@ def install(*, is_attached_late: bool) -> LoadedWeights:
     return loaded
 
 
-def check_interface() -> dict[str, inspect.Signature]:
-    """The arguments of the functions of SGLang's tree that hooks change, by function.
+def check_interface() -> inspect.Signature:
+    """The arguments of the function of SGLang's tree that a hook changes.
 
     Raises:
         ValueError: this SGLang has not what the hooks need.
     """
     try:
         pkgutil.resolve_name(_REGISTRY)
-        signatures = {target: inspect.signature(pkgutil.resolve_name(target)) for target in (_TREE, _QUERY)}
-        for target in (_FLUSH, *_WEIGHTS):
+        signature = inspect.signature(pkgutil.resolve_name(_TREE))
+        for target in (_QUERY, _FLUSH, *_WEIGHTS):
             pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"this version of SGLang is not served: {error}") from error
-    for target, signature in signatures.items():
-        if not {_NODE, _PREFIX} <= set(signature.parameters):
-            raise ValueError(f"this version of SGLang is not served: {target} has other arguments: {signature}")
-    return signatures
+    if not {_NODE, _PREFIX} <= set(signature.parameters):
+        raise ValueError(f"this version of SGLang is not served: {_TREE} has other arguments: {signature}")
+    return signature
 
 
 def is_scheduler_asking() -> bool:
-    """Whether a call of the storage is made by SGLang's scheduler, which should not wait for it."""
+    """Whether a call of the storage is made by SGLang's scheduler, which relies on the answer until it loads."""
     return _is_scheduler_asking.get()
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from kvcached_client.sglang.computation import computed_with
 from kvcached_client.vllm.identity import CONFIG_IGNORED, MADE_UP, has_scaled_rope
 
 #: SGLang is untyped here.
@@ -62,10 +64,10 @@ _FURTHER_FILES: Final = ("quantization_param_path", "modelopt_checkpoint_restore
 #: With these load formats, what is loaded is not what is in the files of the model's path.
 _FROM_ELSEWHERE: Final = ("remote_instance", "ipc_cache", "expert_pack", "private", "presharded", "npcache")
 #: SGLang's setting of functions that may change what modules of the model put out.
-FORWARD_HOOKS: Final = "forward_hooks"
+_FORWARD_HOOKS: Final = "forward_hooks"
 #: What brings code that is in no file of the model, by the setting that has it.
 _OTHER_CODE: Final[Mapping[str, str]] = {
-    FORWARD_HOOKS: "--forward-hooks",
+    _FORWARD_HOOKS: "--forward-hooks",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "SGLANG_EXTERNAL_MODEL_PACKAGE",
 }
 
@@ -201,12 +203,41 @@ def pool_keyspace(keyspace: bytes, name: str, rank: int) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=32, person=_PERSON).digest()
 
 
+def described(context: SglangObject, model: SglangObject, version: str) -> ModelDescription:
+    """The model that this process has loaded.
+
+    Args:
+        context: all of SGLang's settings, in groups.
+        model: SGLang's configuration of the model.
+        version: of SGLang.
+    """
+    execution, device = context.config_bag("exec"), context.config_bag("device")
+    bags = (context.config_bag("model"), getattr(execution, "moe", None), getattr(execution, "mamba", None))
+    settings = {
+        name: value for bag in bags if bag is not None for name, value in vars(bag).items() if not name.startswith("_")
+    }
+    hooked = getattr(context.config_bag("observability"), _FORWARD_HOOKS, None)
+    return ModelDescription(
+        settings={
+            **settings,
+            **computed_with(execution, os.environ),
+            **({_FORWARD_HOOKS: hooked} if hooked else {}),
+        },
+        config=model.hf_config.to_dict(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device.device,
+        seed=device.random_seed,
+        version=version,
+        adapters=_adapters_of(context.config_bag("lora")),
+    )
+
+
 def ranks_of(config: SglangObject) -> int:
     """How many processes hold a part of the model each."""
     return int(config.tp_size * config.pp_size * config.attn_cp_size)
 
 
-def adapters_of(settings: SglangObject) -> list[tuple[str, str]]:
+def _adapters_of(settings: SglangObject) -> list[tuple[str, str]]:
     """Name and path of each adapter. If adapters are switched off, SGLang leaves them as they are written, unused."""
     return [(each.lora_name, each.lora_path) for each in settings.lora_paths or ()] if settings.enable_lora else []
 

@@ -108,15 +108,6 @@ class PageStore:
                 found = session.fetch(chain.keys, tokens, full=True, until_s=patience.ends_at_s)
         return max(found - chain.prefix, 0)
 
-    def found_in_memory(self, chain: Chain) -> int:
-        """As `found`, but brings nothing from storage, and waits for nobody who does."""
-        chain, found = chain.beginning(self._pages_max), 0
-        with self._copier.guarded() as session:
-            if session is not None:
-                with session.turn:
-                    found = session.client.match(chain.keys, chain.pages * self._page_size, full=True)
-        return max(found - chain.prefix, 0)
-
     def ends(self, keys: bytes, window: int, patience: Patience, *, every: bool) -> list[int]:
         """At which depths a prompt may end so that the last pages before it are stored, each found by itself.
 

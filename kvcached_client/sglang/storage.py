@@ -22,14 +22,10 @@ from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
 from kvcached_client.sglang import hooks
 from kvcached_client.sglang.clears import OwedClears, Pools
-from kvcached_client.sglang.computation import computed_with
-from kvcached_client.sglang.glance import Glance
 from kvcached_client.sglang.host_pages import SERVED_POOLS, SIDE_POOLS, pages_of
 from kvcached_client.sglang.identity import (
-    FORWARD_HOOKS,
-    ModelDescription,
     SglangObject,
-    adapters_of,
+    described,
     part_label_of,
     part_of,
     pool_keyspace,
@@ -59,7 +55,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         _check(storage_config)
         self._settings = read_settings(storage_config.extra_config)
         self._config = storage_config
-        self._model = _described()
+        self._model = described(get_context(), process_model_config(), version("sglang"))
         self._part = part_of(storage_config)
         self._is_attached_late = _is_attached_late()
         self._weights = hooks.install(is_attached_late=self._is_attached_late)
@@ -74,10 +70,9 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._turn = threading.Lock()
         self._calls = 0  # under way
         self._closing: list[Pools | SidePools] = []  # when no call is under way
-        self._knows_prefixes = True
+        self._knows_prefixes, self._has_told_promises = True, False
         self._owed_clears = OwedClears()
         self._silence = Silence()
-        self._glance = Glance()
         if self._model.version != TESTED_VERSION:
             _log.warning(
                 "kvcached: this is SGLang %s, and was tested with %s: compare outputs",
@@ -119,11 +114,10 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: SglangObject = None) -> int:
         """How many of these pages are stored, from the first on."""
-        chain = self._chain(keys, extra_info)
-        if hooks.is_scheduler_asking():
-            return self._glance.found(partial(self._found_in_memory, chain))
+        if self._is_promise():
+            return 0
         with self._in_use() as (pages, _):
-            return pages.found(chain, Patience()) if pages else 0
+            return pages.found(self._chain(keys, extra_info), Patience()) if pages else 0
 
     def batch_get_v1(self, keys: list[str], host_indices: SglangObject, extra_info: SglangObject = None) -> list[bool]:
         """Copy pages into SGLang's host pool: for each whether it is there."""
@@ -145,6 +139,8 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[SglangObject] | None = None, extra_info: SglangObject = None
     ) -> PoolTransferResult:
         """How many of these pages are stored, from the first on, with what the other pools need for them."""
+        if self._is_promise():
+            return PoolTransferResult(0, {})
         chain, patience = self._chain(keys, extra_info), Patience()
         with self._in_use() as (pages, side_pools):
             found = pages.found(chain, patience) if pages else 0
@@ -201,7 +197,6 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the session; what is stored stays."""
-        self._glance.close()
         with self._turn:
             self._make_up_clears()
             self._leave_pools()
@@ -224,10 +219,6 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             with self._turn:
                 self._calls -= 1
                 self._close_left()
-
-    def _found_in_memory(self, chain: Chain) -> int:
-        with self._in_use() as (pages, _):
-            return pages.found_in_memory(chain) if pages else 0
 
     @property
     def _pools(self) -> Pools | None:
@@ -349,6 +340,21 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             )
         return is_told
 
+    def _is_promise(self) -> bool:
+        """Whether SGLang would promise what is found to another SGLang, which then does not send it.
+
+        A page may be evicted, cleared, or found damaged until it is loaded, or the daemon may end. SGLang would end
+        the request then, so nothing is found.
+        """
+        is_promise = hooks.is_scheduler_asking()
+        if is_promise and not self._has_told_promises:
+            self._has_told_promises = True
+            _log.warning(
+                "kvcached stores pages here, but finds none: with --disaggregation-decode-enable-radix-cache, SGLang "
+                "ends a request of which a page that was found cannot be loaded"
+            )
+        return is_promise
+
 
 def _prefix(extra_info: SglangObject) -> Sequence[str]:
     """Hashes of the pages before those that a call is about."""
@@ -369,27 +375,3 @@ def _check(config: SglangObject) -> None:
     for setting in REFUSED_SETTINGS:
         if setting.is_meant(getattr(get_context().config_bag(setting.group), setting.name, None)):
             raise ValueError(f"{setting.words}: leave out {setting.option}")
-
-
-def _described() -> ModelDescription:
-    """The model that this process has loaded."""
-    context, model = get_context(), process_model_config()
-    execution, device = context.config_bag("exec"), context.config_bag("device")
-    bags = (context.config_bag("model"), getattr(execution, "moe", None), getattr(execution, "mamba", None))
-    settings = {
-        name: value for bag in bags if bag is not None for name, value in vars(bag).items() if not name.startswith("_")
-    }
-    hooked = getattr(context.config_bag("observability"), FORWARD_HOOKS, None)
-    return ModelDescription(
-        settings={
-            **settings,
-            **computed_with(execution, os.environ),
-            **({FORWARD_HOOKS: hooked} if hooked else {}),
-        },
-        config=model.hf_config.to_dict(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=device.device,
-        seed=device.random_seed,
-        version=version("sglang"),
-        adapters=adapters_of(context.config_bag("lora")),
-    )

@@ -8,7 +8,7 @@ from kvcached_client.engines.one_process import OneProcessEngine, OneProcessSess
 from kvcached_client.sglang import computation, hooks, host_pages, identity
 from kvcached_client.sglang.identity import ModelDescription
 from kvcached_client.sglang.loaded_weights import LoadedWeights
-from kvcached_client.sglang.page_store import PageStore, Patience
+from kvcached_client.sglang.page_store import PageStore
 from tests.mutants.mutant import caught_by, rewrite
 
 _TESTS = "tests/sglang/test_storage.py"
@@ -148,10 +148,10 @@ def sglang_looks_for_every_end(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, PageStore.ends, "if time.monotonic() > until_s:", "if False:")
 
 
-@caught_by(f"{_TESTS}::test_scheduler_waits_for_no_storage")
-def sglang_scheduler_waits_for_storage(patch: pytest.MonkeyPatch) -> None:
-    """The scheduler stands still while the daemon's storage brings pages."""
-    patch.setattr(PageStore, "found_in_memory", lambda store, chain: store.found(chain, Patience()))
+@caught_by(f"{_TESTS}::test_decoding_sglang_is_promised_nothing")
+def sglang_promises_pages(patch: pytest.MonkeyPatch) -> None:
+    """SGLang promises the one that prefills pages that may be gone when it loads them, and ends the request then."""
+    patch.setattr(hooks, "is_scheduler_asking", lambda: False)
 
 
 @caught_by(f"{_PAGES}::test_one_call_waits_for_storage_once")

@@ -129,6 +129,7 @@ class UnifiedRadixCache:
         self.tree_core = self
         self.told: list[str] | None = None
         self.storage: Any = None
+        self.pool_transfers: list[PoolTransfer] = []
 
     def is_root(self, node: int) -> bool:
         return node == 0
@@ -162,8 +163,10 @@ class UnifiedRadixCache:
         cache_salt: Any = None,
     ) -> int:
         """How many of some pages are stored, asked by the scheduler. The real one gets tokens, and hashes them."""
-        self.told = prefix_keys
-        return int(self.storage.batch_exists(new_input_tokens, behind(*(prefix_keys or ()))))
+        known = behind(*(prefix_keys or ()))
+        if self.pool_transfers:
+            return int(self.storage.batch_exists_v2(new_input_tokens, self.pool_transfers, known).kv_hit_pages)
+        return int(self.storage.batch_exists(new_input_tokens, known))
 
 
 class WeightUpdater:

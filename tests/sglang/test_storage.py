@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 
 from kvcached_client.engines import one_process
-from kvcached_client.engines.one_process import OneProcessSession
-from kvcached_client.offload import OffloadClient
+from kvcached_client.engines.one_process import OneProcessEngine
 from kvcached_client.offload_shard import OffloadShard
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX
-from kvcached_client.sglang import glance
 from kvcached_client.sglang.host_pages import pages_of
 from kvcached_client.sglang.page_store import PageStore
 from tests.project.daemon_process import running_daemon
@@ -24,6 +21,7 @@ from tests.sglang.conftest import CONFIG, Make
 from tests.sglang.fake_sglang import (
     FakeSglang,
     MHATokenToKVPoolHost,
+    PoolTransfer,
     UnifiedRadixCache,
     behind,
     hashes,
@@ -157,59 +155,28 @@ def test_sglang_asks_with_whole_prefixes(make: Make) -> None:
     assert tree.told == []
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler that waits for the answer, on a machine that may be busy."""
-    monkeypatch.setattr(glance, "GLANCE_S", 60.0)
-
-
-@pytest.mark.usefixtures("patient")
-def test_decoding_sglang_asks_with_whole_prefixes(make: Make) -> None:
-    """The scheduler of an SGLang that decodes finds pages behind those that it has itself."""
-    keys, storage = hashes(6), make(MHATokenToKVPoolHost())
-    storage.batch_set_v1(keys, places(*range(6)), behind())
-    tree = UnifiedRadixCache(keys[:1], keys[1:2])
-    tree.storage = storage
-    assert tree.query_storage_hit_length(2, keys[2:], keys[1], keys[:1]) == 4
-    assert tree.told == keys[:2]
-    assert tree.query_storage_hit_length(0, keys, cache_salt="salt") == 6
-    storage.close()
-    assert tree.query_storage_hit_length(0, keys) == 0
-
-
-@pytest.mark.usefixtures("patient")
-def test_scheduler_waits_for_no_storage(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the scheduler itself asks is answered from memory, and beside a look-up that waits for storage."""
+@pytest.mark.parametrize("pool_transfers", [[], [PoolTransfer("swa", hashes(1))]])
+def test_decoding_sglang_is_promised_nothing(
+    make: Make, caplog: pytest.LogCaptureFixture, pool_transfers: list[PoolTransfer]
+) -> None:
+    """The scheduler of an SGLang that decodes, which ends requests without their pages, finds none; threads do."""
     keys, storage = hashes(2), make(MHATokenToKVPoolHost())
     storage.batch_set_v1(keys, places(0, 1), behind())
     tree = UnifiedRadixCache()
+    tree.storage, tree.pool_transfers = storage, pool_transfers
+    assert [tree.query_storage_hit_length(0, keys, cache_salt="salt") for _ in range(3)] == [0, 0, 0]
+    assert caplog.text.count("stores pages here, but finds none") == 1
+    assert storage.batch_exists(keys) == 2
+
+
+def test_scheduler_is_answered_without_the_daemon(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the scheduler itself asks waits neither for the daemon nor for its storage."""
+    storage = make(MHATokenToKVPoolHost())
+    tree = UnifiedRadixCache()
     tree.storage = storage
-    monkeypatch.setattr(OneProcessSession, "fetch", None)
-    with storage._pages._finder.guarded() as session, session.turn:
-        assert tree.query_storage_hit_length(0, [*keys, *hashes(1, "other")]) == 2
-
-
-def test_scheduler_leaves_a_daemon_that_hangs_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler goes on without an answer, asks nothing as long as there is none, and then finds pages again."""
-    keys, storage = hashes(2), make(MHATokenToKVPoolHost())
-    storage.batch_set_v1(keys, places(0, 1), behind())
-    tree, asked, answers = UnifiedRadixCache(), [], threading.Event()
-    tree.storage = storage
-    match = OffloadClient.match
-
-    def hanging(*args: Any, **kwargs: Any) -> int:
-        asked.append(threading.current_thread())
-        assert answers.wait(60)
-        return match(*args, **kwargs)
-
-    monkeypatch.setattr(OffloadClient, "match", hanging)
-    assert [tree.query_storage_hit_length(0, keys) for _ in range(3)] == [0, 0, 0]
-    (thread,) = asked
-    assert thread is not threading.current_thread()
-    answers.set()
-    assert storage._glance._asked.result(60) == 2
-    monkeypatch.setattr(glance, "GLANCE_S", 60.0)
-    assert tree.query_storage_hit_length(0, keys) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(OneProcessEngine, "guarded", None)
+        assert tree.query_storage_hit_length(0, hashes(2)) == 0
 
 
 @pytest.mark.parametrize(("version", "warnings"), [("0.5.23", 0), ("0.5.24", 1)])
@@ -225,8 +192,8 @@ def test_versions_that_were_not_tested_are_told(
 def test_sglang_without_what_is_needed_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version whose functions have other names or arguments is not served."""
     with monkeypatch.context() as patch:
-        patch.setattr(UnifiedRadixCache, "query_storage_hit_length", lambda self, node: None)
-        with pytest.raises(ValueError, match="query_storage_hit_length has other arguments"):
+        patch.delattr(UnifiedRadixCache, "query_storage_hit_length")
+        with pytest.raises(ValueError, match=r"this version of SGLang is not served: .*query_storage_hit_length"):
             make(MHATokenToKVPoolHost())
     with monkeypatch.context() as patch:
         patch.setattr(UnifiedRadixCache, "prefetch_from_storage", lambda self, node: None)
