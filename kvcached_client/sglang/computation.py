@@ -1,7 +1,8 @@
 """What SGLang computes keys and values with, beside the model: some of its settings, and environment variables.
 
 Most settings and variables say how fast SGLang is. These say what comes out: which tokens attention leaves out, what is
-capped, or with how many bits weights and activations are multiplied.
+capped, with how many bits weights and activations are multiplied, or what the model sees of a picture. For
+SGLang, a picture is what its processor puts out, but not with every model, and not where a request names the picture.
 """
 
 from __future__ import annotations
@@ -29,9 +30,16 @@ _SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "deterministic": ("enable_deterministic_inference", "rl_on_policy_target"),
     "dllm": ("dllm_algorithm", "dllm_algorithm_config"),
 }
+#: Those of pictures and other media.
+_MEDIA: Final = (
+    "mm_process_config",
+    "image_processor_backend",
+    "disable_fast_image_processor",
+    "mm_attention_backend",
+)
 _BACKENDS: Final = ("prefill_attention_backend", "decode_attention_backend")
 #: Values that mean the same as no such setting. What SGLang chooses itself stands in their place where it matters.
-_NOT_SET: Final = (None, False, "", "auto")
+_NOT_SET: Final[tuple[object, ...]] = (None, False, "", "auto", {})
 _ENVIRONMENT: Final = (
     # which model, and which parts of it
     "SGLANG_DISABLED_MODEL_ARCHS",
@@ -84,19 +92,30 @@ _ENVIRONMENT: Final = (
     "SGLANG_MORI_DISPATCH_DTYPE",
     "SGLANG_NIXL_EP_BF16_DISPATCH",
     "SGLANG_USE_AITER_FP8_PER_TOKEN",
+    # what the model sees of a picture or a video
+    "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU",
+    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE",
+    "SGLANG_FORCE_CPU_IMAGE_PREPROCESSING",
+    "SGLANG_IMAGE_MAX_PIXELS",
+    "SGLANG_INKLING_RS_MM_PREPROCESS",
+    "SGLANG_RESIZE_RESAMPLE",
+    "VIDEO_MAX_PIXELS",
+    "XHS_VIDEO_JPEG_QUALITY",
 )
 
 
-def computed_with(execution: SglangObject, environment: Mapping[str, str]) -> dict[str, object]:
+def computed_with(execution: SglangObject, media: SglangObject, environment: Mapping[str, str]) -> dict[str, object]:
     """What is set, by name. An attention backend is, also if SGLang chose it: they differ in what they leave out.
 
     Args:
         execution: SGLang's settings of how it computes.
+        media: those of pictures and other media.
         environment: variables of the process.
     """
     groups = {group: getattr(execution, group, None) for group in _SETTINGS}
     said = {name: getattr(groups[group], name, None) for group, names in _SETTINGS.items() for name in names}
     base = getattr(groups["kernel"], "attention_backend", None)
     said |= {name: getattr(groups["kernel"], name, None) or base for name in _BACKENDS}
+    said |= {name: getattr(media, name, None) for name in _MEDIA}
     said |= {name: environment.get(name) for name in _ENVIRONMENT}
     return {name: value for name, value in said.items() if value not in _NOT_SET}

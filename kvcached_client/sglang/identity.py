@@ -69,6 +69,7 @@ _FORWARD_HOOKS: Final = "forward_hooks"
 _OTHER_CODE: Final[Mapping[str, str]] = {
     _FORWARD_HOOKS: "--forward-hooks",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "SGLANG_EXTERNAL_MODEL_PACKAGE",
+    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE",
 }
 
 
@@ -220,7 +221,7 @@ def described(context: SglangObject, model: SglangObject, version: str) -> Model
     return ModelDescription(
         settings={
             **settings,
-            **computed_with(execution, os.environ),
+            **computed_with(execution, context.config_bag("mm"), os.environ),
             **({_FORWARD_HOOKS: hooked} if hooked else {}),
         },
         config=model.hf_config.to_dict(),

@@ -136,6 +136,12 @@ def sglang_mistakes_attention(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(computation, "_BACKENDS", ())
 
 
+@caught_by(f"{_IDENTITY}::test_what_the_model_sees_of_a_picture_makes_another_model")
+def sglang_mistakes_pictures(patch: pytest.MonkeyPatch) -> None:
+    """Pages of a picture that was made small are found by engines that see all of it, under the name in a request."""
+    patch.setattr(computation, "_MEDIA", ())
+
+
 @caught_by(f"{_TESTS}::test_layouts_on_the_device_share_nothing")
 def sglang_mistakes_layouts_on_the_device(patch: pytest.MonkeyPatch) -> None:
     """Heads and tokens of a page change places between engines whose pools on the device differ in layout."""

@@ -295,6 +295,13 @@ class FakeSglang:
                 comm=SimpleNamespace(enable_quant_communications=False),
                 deterministic=SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None),
             ),
+            "mm": SimpleNamespace(
+                mm_process_config={},
+                image_processor_backend="auto",
+                disable_fast_image_processor=False,
+                mm_attention_backend=None,
+                mm_io_worker_num=0,
+            ),
             "observability": SimpleNamespace(forward_hooks=None),
         }
 

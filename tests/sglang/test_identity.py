@@ -75,6 +75,27 @@ def test_how_attention_and_sums_are_computed_makes_another_model(
     assert found(make) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mm_process_config", {"image": {"max_pixels": 100_000}}),
+        ("image_processor_backend", "pil"),
+        ("disable_fast_image_processor", True),
+        ("mm_attention_backend", "sdpa"),
+    ],
+)
+def test_what_the_model_sees_of_a_picture_makes_another_model(
+    make: Make, fake: FakeSglang, name: str, value: object
+) -> None:
+    """A request may name a picture, whose pages then depend on how it is prepared; not on the threads that load it."""
+    assert found(make) == 0
+    fake.bags["mm"].mm_io_worker_num = 4
+    assert found(make) == 2
+    setattr(fake.bags["mm"], name, value)
+    assert found(make) == 0
+    assert found(make) == 2
+
+
 def test_only_backends_that_attend_count(make: Make, fake: FakeSglang) -> None:
     """A backend named for prefill and for decode is the same as one named for both, and sampling changes no page."""
     kernel = fake.bags["exec"].kernel
@@ -96,6 +117,9 @@ def test_only_backends_that_attend_count(make: Make, fake: FakeSglang) -> None:
         ("SGLANG_DISABLE_MSA_V1_Q8KV4", "1"),
         ("SGLANG_FORCE_FP8_MARLIN", "1"),
         ("SGLANG_OPT_HOPPER_BLOCK_FP8_BF16", "0"),
+        ("SGLANG_IMAGE_MAX_PIXELS", "100000"),
+        ("SGLANG_RESIZE_RESAMPLE", "BICUBIC"),
+        ("VIDEO_MAX_PIXELS", "100000"),
     ],
 )
 def test_variables_that_decide_on_pages_make_another_model(
@@ -113,7 +137,9 @@ def test_variables_that_decide_on_pages_make_another_model(
 def test_settings_that_are_not_set_keep_the_keyspace() -> None:
     """What says nothing is not in the description, so that versions of SGLang with more settings find their pages."""
     kernel = SimpleNamespace(attention_backend=None, prefill_kv_cache_dequant_dtype="auto", dsa_prefill_backend=None)
-    assert computed_with(SimpleNamespace(kernel=kernel), {"SGLANG_FP8_IGNORED_LAYERS": "", "PATH": "/bin"}) == {}
+    media = SimpleNamespace(mm_process_config={}, image_processor_backend="auto", disable_fast_image_processor=False)
+    environment = {"SGLANG_FP8_IGNORED_LAYERS": "", "PATH": "/bin"}
+    assert computed_with(SimpleNamespace(kernel=kernel), media, environment) == {}
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/models/llama", "redis://127.0.0.1:6379/llama"])
@@ -125,7 +151,9 @@ def test_models_at_urls_need_a_version(make: Make, fake: FakeSglang, run_dir: Pa
     assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
 
 
-@pytest.mark.parametrize("option", ["--forward-hooks", "SGLANG_EXTERNAL_MODEL_PACKAGE"])
+@pytest.mark.parametrize(
+    "option", ["--forward-hooks", "SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"]
+)
 def test_code_that_is_in_no_file_needs_a_version(
     make: Make, fake: FakeSglang, run_dir: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
