@@ -21,6 +21,7 @@ from kvcached.storage.backend import DONE, Block
 from kvcached.storage.disk.backend import DiskStorage
 from kvcached.storage.disk.directory import DiskSettings
 from kvcached.storage.frame import FRAME_BYTES
+from kvcached.storage.tiers.backend import TieredStorage
 
 _PART_BYTES = 512 << 10
 _SHARDS = 2
@@ -49,13 +50,22 @@ def run(rounds: int) -> Iterator[Result]:
 def _throughput(directory: Path, rounds: int) -> Iterator[Result]:
     with ExitStack() as parts:
         rig = _Rig(directory, parts)
-        seconds = interleave({"raw_put": rig.raw_put, "put": rig.put, "raw_get": rig.raw_get, "get": rig.get}, rounds)
+        work = {
+            "raw_put": rig.raw_put,
+            "put": rig.put,
+            "raw_get": rig.raw_get,
+            "get": rig.get,
+            "local_get": rig.local_get,
+        }
+        seconds = interleave(work, rounds)
     speed = {name: _ROUND_BYTES / min(measured) / 1e9 for name, measured in seconds.items()}
     for name in ("put", "get"):
         floor, target = speed[f"raw_{name}"], Target("ratio", ">=", 0.8)
         yield judge("storage", f"disk_{name}_gb_per_s", speed[name], "GB/s", floor=floor, target=target)
         ratios = [raw / ours for raw, ours in zip(seconds[f"raw_{name}"], seconds[name], strict=True)]
         yield judge("storage", f"disk_{name}_over_raw_median_ratio", statistics.median(ratios), "ratio")
+    target = Target("ratio", ">=", 0.95)
+    yield judge("storage", "local_disk_get_gb_per_s", speed["local_get"], "GB/s", floor=speed["get"], target=target)
 
 
 def _service(directory: Path, rounds: int) -> Iterator[Result]:
@@ -84,6 +94,7 @@ class _Rig:
         )
         self._disk = DiskStorage(settings)
         parts.callback(self._disk.close)
+        self._tiers = TieredStorage(self._disk, self._disk, "never asked")
         self._raw = RawFile(directory / "raw", _VALUE_BYTES, slots)
         parts.callback(self._raw.close)
         self._pool = parts.enter_context(ThreadPoolExecutor(_THREADS))
@@ -126,6 +137,14 @@ class _Rig:
 
         def work(thread: int) -> None:
             assert self._disk.get(self._blocks(thread), timeout_s=_TIMEOUT_S) == [DONE] * _BATCH
+
+        in_threads(self._pool, work, _THREADS)
+
+    def local_get(self) -> None:
+        """The same through a local disk in front of a service, which is not asked: the disk has all of it."""
+
+        def work(thread: int) -> None:
+            assert self._tiers.get(self._blocks(thread), timeout_s=_TIMEOUT_S) == [DONE] * _BATCH
 
         in_threads(self._pool, work, _THREADS)
 

@@ -74,9 +74,7 @@ def stopped(daemon: RunningDaemon, engine: Engine, _: Armed, name: str) -> None:
         assert_others_go_on(daemon.run_dir, others)
         assert_sound(daemon.run_dir)
     answer = engine.hear()
-    if answer.startswith(
-        "done"
-    ):  # it waits for no answer to a heartbeat, or to the report of a load
+    if answer.startswith("done"):  # it waits for no answer to a heartbeat, or to the report of a load
         answer = engine.ask(f"work {name}b")
     assert answer.startswith("Stale"), answer
     assert_goes_on(engine, f"{name}a")
