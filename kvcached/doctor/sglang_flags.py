@@ -119,6 +119,11 @@ def _hierarchy(flags: SglangFlags) -> Iterator[Finding]:
     if "disable-radix-cache" in flags.options:
         text = "--disable-radix-cache: SGLang does not start with it and a hierarchical cache"
         yield Finding(_CHECK, "fail", text, "leave out --disable-radix-cache")
+    if "disaggregation-decode-enable-radix-cache" in flags.options:
+        text = "--disaggregation-decode-enable-radix-cache: this SGLang stores pages in kvcached, and finds none there"
+        yield Finding(
+            _CHECK, "warn", text, "keep it if that is meant: what it lacks comes from the SGLang that prefills"
+        )
     backend = flags.options.get("hicache-storage-backend")
     if backend != "dynamic":
         said = "is missing" if backend is None else f"is {backend}"

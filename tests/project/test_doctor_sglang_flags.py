@@ -123,6 +123,14 @@ def test_extra_configuration_may_be_in_a_file(tmp_path: Path) -> None:
     assert (finding.level, "is not read" in finding.text) == ("warn", True)
 
 
+def test_decoding_sglang_that_finds_no_pages_is_told() -> None:
+    """It works, but whoever expects hits there looks for them in vain."""
+    (found,) = problems([*GOOD, "--disaggregation-decode-enable-radix-cache"])
+
+    assert found.level == "warn"
+    assert "stores pages in kvcached, and finds none" in found.text
+
+
 def test_file_of_arguments_is_told() -> None:
     """Options that are in a file of SGLang's are not seen, which is said."""
     (finding,) = problems([*GOOD, "--config", "server.yaml"])
