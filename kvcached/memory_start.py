@@ -36,10 +36,12 @@ async def check_memory(config: Config, inheritance: Inheritance, dropped: Droppe
     new = [replica for replica in config.replica if (pool := pools[replica.name]) is not None and not pool.is_kept]
     is_host_new = config.host is not None and not inheritance.is_kept
     needed = config.model_copy(update={"replica": tuple(new), "host": config.host if is_host_new else None})
-    size_bytes, names = memory_needed(needed)
+    stays = [replica for replica in config.replica if replica not in new]
+    kept = config.model_copy(update={"replica": tuple(stays), "host": None if is_host_new else config.host})
+    (size_bytes, names), (kept_bytes, _) = memory_needed(needed), memory_needed(kept)
     purpose, patience_s = f"the configuration ({names})", _FREED_WAIT_S if is_anything else 0
     try:
-        await await_available(size_bytes, purpose, patience_s, dropped.size_bytes)
+        await await_available(size_bytes, purpose, patience_s, dropped.size_bytes, kept_bytes)
         _warn_of_processes(size_bytes, purpose, dropped)
     finally:
         dropped.close()

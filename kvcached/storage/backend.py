@@ -39,6 +39,10 @@ class StorageMisconfigured(StorageUnusable):
     """A backend can never be opened with these settings, so it is not tried again."""
 
 
+class RecordUnusable(StorageUnusable):
+    """What is in the place of the record of generations is none for this daemon, which must not use storage then."""
+
+
 class Outcome(StrEnum):
     """The outcome for one block of a batch."""
 
@@ -157,8 +161,9 @@ class Storage(ABC):
         """Delete values; returns how many there were."""
 
     def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
-        """Delete values that were read and are wrong. By default as `delete`."""
-        self.delete(keys, timeout_s=timeout_s)
+        """Delete values that were read and are wrong. By default as `delete`, if that has an effect."""
+        if self.capabilities.deletes:
+            self.delete(keys, timeout_s=timeout_s)
 
     @abstractmethod
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
@@ -180,7 +185,7 @@ class Storage(ABC):
         """The record of generations; None if there is none. Only of shared backends.
 
         Raises:
-            StorageUnusable: what is there is no record for this daemon, which then must not use storage.
+            RecordUnusable: what is there is no record for this daemon.
             Exception: it cannot be told whether there is one.
         """
         raise NotImplementedError

@@ -156,7 +156,7 @@ class HostCopies:
 
     def _drop_wrong(self, kind: StoredKind, slot: _Slot, result: Result) -> None:
         """Delete a wrong block. Where that fails, as on a full disk, the blocks before it are still good."""
-        if result.outcome is Outcome.DONE and self._backend.capabilities.deletes:
+        if result.outcome is Outcome.DONE:
             with contextlib.suppress(Exception):  # of any backend; the block is found wrong again
                 self._backend.discard([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcached.storage.backend import Storage, StorageUnusable, VersionedRecord
+from kvcached.storage.backend import RecordUnusable, Storage, VersionedRecord
 from kvcached.storage.messages import Done, ReadRecord, WriteRecord
 
 #: Of what a service calls a version: it goes into a message.
@@ -46,7 +46,7 @@ class SharedRecords:
     def _read(self, sequence: int, known: bytes) -> Done:
         try:
             record = self._backend.read_record(timeout_s=self._timeout_s)
-        except StorageUnusable as error:
+        except RecordUnusable as error:
             return Done(sequence=sequence, error=str(error))
         if record is None:
             return Done(sequence=sequence)

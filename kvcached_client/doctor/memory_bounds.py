@@ -22,12 +22,12 @@ class MemoryBound(NamedTuple):
     source: str  #: the file with the limit
     shared_bytes: int = 0  #: of what is in use, shared memory such as that of memfds
 
-    def available_beside(self, shared_bytes: int) -> int:
-        """What is left if so much shared memory is given back.
+    def available_beside(self, shared_bytes: int, kept_bytes: int = 0) -> int:
+        """What is left if so much shared memory is given back, and so much of it is not.
 
         Some of that may be in swap space, or in the account of another cgroup: what this one has comes back at most.
         """
-        return self.available_bytes + min(shared_bytes, self.shared_bytes)
+        return self.available_bytes + min(shared_bytes, max(self.shared_bytes - kept_bytes, 0))
 
 
 def memory_bounds(root: Path = Path("/")) -> list[MemoryBound]:

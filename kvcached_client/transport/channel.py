@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -220,10 +220,20 @@ class Channel(OneThread):
 
     @by_one_thread
     def is_connected(self) -> bool:
-        """Whether replies may come. Reads what has arrived, also that the daemon has ended."""
+        """Whether replies may come. Reads what has arrived, also that the daemon has ended.
+
+        Raises:
+            RuntimeError: this process is a fork, whose reads its parent would miss.
+        """
+        self._check_process()
         if not self.is_ended:
             self._poll(0)
         return not self.is_ended
+
+    @by_one_thread
+    def alone(self, call: Callable[[], None]) -> None:
+        """Make several calls with none of another thread between them."""
+        call()
 
     @property
     def has_unsent(self) -> bool:

@@ -336,7 +336,12 @@ class EngineSession:
         Raises:
             RuntimeError: another thread is inside a call. The session goes on.
         """
-        self._channel.check_thread()
+        if self._channel.is_forked:
+            self._end()
+        else:
+            self._channel.alone(self._end)
+
+    def _end(self) -> None:
         try:
             complete(self.leaving())
         except BaseException:  # as of Ctrl-C, maybe before the heartbeats have stopped and the goodbye was sent
@@ -349,13 +354,18 @@ class EngineSession:
 
     def hang_up(self) -> None:
         """End the session without waiting for the daemon's reply, as after one that did not come. Otherwise `close`."""
-        self._channel.check_thread()
-        if not self._is_closed and os.getpid() == self._process_id:
+        if self._channel.is_forked:
+            self._end()
+        else:
+            self._channel.alone(self._end_unheard)
+
+    def _end_unheard(self) -> None:
+        if not self._is_closed:
             self._is_closed = True
             if self._heartbeat is not None:
                 self._heartbeat.close()
             self._channel.hang_up()
-        self.close()
+        self._end()
 
     def start_heartbeats(self) -> None:
         """Send heartbeats from now on, where there are any. Not before: an interrupted constructor leaves no thread."""

@@ -346,7 +346,12 @@ def test_close_says_goodbye_once(daemon: FakeDaemon, connect: Connect) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_forked_child_cannot_use_the_client(daemon: FakeDaemon, connect: Connect) -> None:
+@pytest.mark.parametrize(
+    "call", [lambda client, chain: client.match(chain), lambda client, _: client.rejoin()], ids=["match", "rejoin"]
+)
+def test_forked_child_cannot_use_the_client(
+    daemon: FakeDaemon, connect: Connect, call: Callable[[Client, Any], object]
+) -> None:
     """In a child every use raises, closing sends nothing, and the parent's client goes on working."""
     client = connect(heartbeat=True, failures="miss")
     chain = client.chain(range(8))
@@ -354,7 +359,7 @@ def test_forked_child_cannot_use_the_client(daemon: FakeDaemon, connect: Connect
     child = os.fork()
     if child == 0:
         try:
-            client.match(chain)
+            call(client, chain)
         except RuntimeError as error:
             client.close()
             os.write(writer, str(error).encode())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcached_client import Admin, Client
-from kvcached_client.protocol.engine import Match, Release, Request
+from kvcached_client.protocol.engine import Bye, Match, Release, Request
 from kvcached_client.types import FenceSequence, LeaseId
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.test_interrupts import connect_offload
@@ -121,3 +121,28 @@ def test_interrupted_call_leaves_the_client_to_other_threads(
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(client.match, chain).result(WAIT_S) == 2
     assert client.match(chain) == 2
+
+
+def test_close_is_not_interrupted_by_another_threads_call(daemon: FakeDaemon, connect: Connect) -> None:
+    """A call that begins while `close` waits for the heartbeat is refused; the session ends with one goodbye."""
+    client = connect(heartbeat=True)
+    chain = client.chain(range(8))
+    heartbeat: Any = client._heartbeat
+    ending, goes_on, end = threading.Event(), threading.Event(), heartbeat.close
+
+    def end_slowly() -> None:
+        ending.set()
+        assert goes_on.wait(WAIT_S)
+        end()
+
+    heartbeat.close = end_slowly
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(client.close)
+        assert ending.wait(WAIT_S)
+        with pytest.raises(RuntimeError, match="used by two threads at once"):
+            client.match(chain)
+        goes_on.set()
+        closing.result(WAIT_S)
+
+    assert len(daemon.of(Bye)) == 1
+    assert not client.is_alive

@@ -203,6 +203,7 @@ def test_changed_byte_is_a_miss_for_everybody(daemon: RunningDaemon) -> None:
         memory[geometry.block_offset(order.slots[3], 1)] ^= 1
 
         assert engine.load("a", 6) == 3
+        seconds_until(daemon.run_dir, lambda host: host.states["cached"] == 3)  # nobody waits for a load's report
         assert engine.scheduler.hit("a", 6) == 3
         engine.store("a", 6)
         assert engine.load("a", 6) == 6

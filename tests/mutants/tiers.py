@@ -76,7 +76,7 @@ def wrong_block_of_a_disk_is_deleted_for_all(patch: pytest.MonkeyPatch) -> None:
 @caught_by(_BACKEND + "test_disk_is_cleared_when_the_service_has_lost_everything")
 def disk_outlives_the_record(patch: pytest.MonkeyPatch) -> None:
     """What another machine has cleared is found on the disk when the service was restarted empty."""
-    rewrite(patch, TieredStorage.read_record, "record is None", "False")
+    rewrite(patch, TieredStorage.read_record, "not self._is_cleared", "False")
 
 
 @caught_by(_BACKEND + "test_what_is_read_during_a_clear_is_cleared")

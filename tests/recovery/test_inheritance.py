@@ -264,7 +264,7 @@ def test_start_waits_for_memory_only_where_some_was_kept(
     """Where an earlier daemon had memory, some of it may not be free yet; else the first look decides."""
     patience: list[float] = []
 
-    async def refuse(size_bytes: int, purpose: str, patience_s: float, dropped_bytes: int) -> None:
+    async def refuse(size_bytes: int, purpose: str, patience_s: float, *_: int) -> None:
         patience.append(patience_s)
         raise NotEnoughMemory("it needs more")
 

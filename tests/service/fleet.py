@@ -14,7 +14,7 @@ from kvcached.core.messages import StorageLost, StorageReady
 from kvcached.recovery.generations import Record
 from kvcached.service.storage_verbs import StorageService
 from kvcached.shared_record import SharedRecord
-from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, StorageUnusable, VersionedRecord
+from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, RecordUnusable, StorageUnusable, VersionedRecord
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import Done, ReadRecord, WriteRecord
 from kvcached.storage.record_exchange import RecordExchange
@@ -33,6 +33,7 @@ class FakeShelf:
         record: None if there is none.
         is_away: every call fails.
         is_foreign: the record is none that can be read.
+        has_no_password: nobody can connect at the moment.
         fails_after: calls that write and then fail, as where the reply is lost.
         has_blocks: what it says of its blocks.
         history: all records that were written.
@@ -40,15 +41,17 @@ class FakeShelf:
 
     def __init__(self) -> None:
         self.record: VersionedRecord | None = None
-        self.is_away = self.is_foreign = False
+        self.is_away = self.is_foreign = self.has_no_password = False
         self.fails_after = 0
         self.has_blocks = -1
         self.history: list[bytes] = []
 
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
         self._reach(timeout_s)
+        if self.has_no_password:
+            raise StorageUnusable("password_file is empty")
         if self.is_foreign:
-            raise StorageUnusable("it is not encrypted with this key")
+            raise RecordUnusable("it is not encrypted with this key")
         return self.record
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, VersionedRecord
+from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, StorageUnusable, VersionedRecord
 from kvcached.storage.messages import Done, ReadRecord, WriteRecord
 from kvcached.storage.record_exchange import RecordExchange
 from kvcached.storage.shared_records import VERSION_BYTES_MAX, SharedRecords
@@ -51,6 +51,9 @@ def test_record_of_another_key_is_told_from_a_service_that_fails() -> None:
     for done in (rig.records.carry_out(READ), rig.write(b"another", b"not " + version)):
         assert not done.failed
         assert done.error == "it is not encrypted with this key"
+    rig.shelf.has_no_password = True
+    with pytest.raises(StorageUnusable, match="empty"):
+        rig.records.carry_out(READ)
     rig.shelf.is_away = True
     with pytest.raises(OSError, match="away"):
         rig.records.carry_out(READ)

@@ -165,6 +165,16 @@ def test_dropped_memory_counts_as_available_where_it_is_in_use(
             check_available(too_much, "it", dropped_bytes, root=tmp_path)
 
 
+@pytest.mark.parametrize(("kept", "gained"), [(0, 409600), (9600, 400000), (409600, 0), (10**6, 0)])
+def test_memory_that_is_kept_does_not_come_back(tmp_path: Path, kept: int, gained: int) -> None:
+    """What was dropped may lie in swap space: the shared memory in use is then that of pools that stay."""
+    write_tree(tmp_path, {"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\nShmem: 400 kB\n"})
+
+    check_available(1024000 + gained, "it", 10**6, kept, root=tmp_path)
+    with pytest.raises(NotEnoughMemory):
+        check_available(1024000 + gained + 1, "it", 10**6, kept, root=tmp_path)
+
+
 @pytest.mark.parametrize(("freed_at", "is_enough"), [(0, True), (3, True), (10**9, False)])
 def test_memory_on_its_way_back_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, freed_at: int, *, is_enough: bool

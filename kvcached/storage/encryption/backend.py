@@ -20,6 +20,7 @@ from kvcached.storage.backend import (
     ABSENT,
     Block,
     Outcome,
+    RecordUnusable,
     Result,
     Storage,
     StorageMisconfigured,
@@ -177,7 +178,7 @@ class EncryptedStorage(Storage):
         """Read and decrypt the record.
 
         Raises:
-            StorageUnusable: it is not encrypted with this key.
+            RecordUnusable: it is not encrypted with this key.
             Exception: the inner backend cannot read it.
         """
         record = self._inner.read_record(timeout_s=timeout_s)
@@ -185,7 +186,7 @@ class EncryptedStorage(Storage):
             return None
         data = self._cipher.decrypt_record(record.data)
         if data is None:
-            raise StorageUnusable("it is not encrypted with this key; give all daemons that share it the same key_file")
+            raise RecordUnusable("it is not encrypted with this key; give all daemons that share it the same key_file")
         return record._replace(data=data)
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:

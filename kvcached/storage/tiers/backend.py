@@ -50,6 +50,7 @@ class TieredStorage(Storage):
         self._cleared: dict[tuple[Storage, bytes], int] = {}  #: what one of the two has cleared, and the other not yet
         self._came: dict[bytes, None] = {}  #: keys of the last blocks that came from the service
         self._lock = threading.Lock()
+        self._is_cleared = False  #: the disk, since the service was found empty
         self.refills = Refills(self._refill)
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
@@ -80,6 +81,7 @@ class TieredStorage(Storage):
         on_disk = self._disk_reads.carry_out(lambda disk: disk.get(blocks, timeout_s=timeout_s), slow_s=limit.slow_s)
         results = [ABSENT] * len(blocks) if on_disk is None else list(on_disk)
         lacking = [number for number, result in enumerate(results) if result.outcome is not Outcome.DONE]
+        self._remember((), [blocks[at] for at, result in enumerate(results) if result.outcome is Outcome.DONE])
         if blocks and not lacking:
             return results
         asked = [blocks[number] for number in lacking]
@@ -90,7 +92,7 @@ class TieredStorage(Storage):
             if on_disk is None or result.outcome is not Outcome.FAILED:
                 results[number] = result
         came = [block for block, result in zip(asked, beyond, strict=True) if result.outcome is Outcome.DONE]
-        self._remember(came)
+        self._remember(came, ())
         self.refills.add(came, epoch)
         return results
 
@@ -149,9 +151,12 @@ class TieredStorage(Storage):
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
         """Of the service. If that has lost everything, with what others have cleared, the disk is cleared, too."""
         record = self._far.read_record(timeout_s=timeout_s)
-        if record is None and not self._far.usage().blocks and self._disk.usage().blocks:
+        if record is not None or self._far.usage().blocks:
+            self._is_cleared = False
+        elif not self._is_cleared and self._disk.usage().blocks:
             _log.warning("the service is empty, so the local disk is cleared: it may have what others have cleared")
             self.refills.without(lambda: self._disk.clear(b"", timeout_s=timeout_s))
+            self._is_cleared = True
         return record
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
@@ -174,11 +179,12 @@ class TieredStorage(Storage):
             self._cleared[storage, prefix] = count
         return self._cleared[storage, prefix]
 
-    def _remember(self, came: Sequence[Block]) -> None:
+    def _remember(self, came: Sequence[Block], from_disk: Sequence[Block]) -> None:
+        """Where blocks were read last."""
         with self._lock:
-            for block in came:
+            for block in (*came, *from_disk):
                 self._came.pop(block.key, None)
-                self._came[block.key] = None
+            self._came.update((block.key, None) for block in came)
             for key in list(self._came)[: max(len(self._came) - CAME_MAX, 0)]:
                 del self._came[key]
 

@@ -204,6 +204,23 @@ def test_block_that_is_wrong_on_the_disk_stays_in_the_service(tiers: Tiers) -> N
 
     assert not tiers.disk.values
     assert set(tiers.far.values) == {key(1)}
+    assert tiers.get(1) == [Outcome.DONE]  # from the service, and to the disk
+    assert tiers.get(1) == [Outcome.DONE]  # from the disk
+    tiers.both.discard([key(1)], timeout_s=TIMEOUT_S)
+    assert set(tiers.far.values) == {key(1)}
+
+
+def test_wrong_block_is_deleted_on_the_disk_of_a_service_that_deletes_nothing() -> None:
+    """The disk can, and the next read is of the service."""
+    disk, far = FakeStorage(), FakeStorage()
+    far.capabilities = far.capabilities._replace(deletes=False)
+    with closing(TieredStorage(disk, far, "far")) as both:
+        both.put([stored(1)], timeout_s=TIMEOUT_S)
+        both.discard([key(1)], timeout_s=TIMEOUT_S)
+        far.discard([key(1)], timeout_s=TIMEOUT_S)
+
+    assert not disk.values
+    assert set(far.values) == {key(1)}
 
 
 def test_where_blocks_came_from_is_remembered_for_a_while(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +252,15 @@ def test_disk_is_cleared_when_the_service_has_lost_everything(tiers: Tiers) -> N
     tiers.put(1)
     assert tiers.both.read_record(timeout_s=TIMEOUT_S) is None
     assert len(tiers.disk.values) == 1
+    tiers.far.values.clear()
+    assert tiers.both.read_record(timeout_s=TIMEOUT_S) is None
+    assert not tiers.disk.values
+    tiers.far.failing_puts = True  # nobody can fill it again
+    tiers.put(2)
+    assert tiers.both.read_record(timeout_s=TIMEOUT_S) is None
+    assert set(tiers.disk.values) == {key(2)}
+    tiers.far.values[key(3)] = b"of another machine"
+    assert tiers.both.read_record(timeout_s=TIMEOUT_S) is None
     tiers.far.values.clear()
     assert tiers.both.read_record(timeout_s=TIMEOUT_S) is None
     assert not tiers.disk.values
