@@ -109,6 +109,20 @@ def test_blocks_that_a_snapshot_has_shown_are_told_as_gone() -> None:
     ]
 
 
+def test_batch_that_is_published_during_a_snapshot_is_behind_its_number() -> None:
+    """The reader applies it to the pieces: a change behind a piece that was sent is in no other place."""
+    changes: list[IndexChange] = []
+    announced = Announced(changes, TIER, 8)
+    events = EventStream(changes, lambda: [announced], topic="", epoch=1, buffer_bytes=1, now_s=lambda: 1.0)
+    announced.add(b"", keys(2), one_range(0, 2))
+    (before,) = events.flush()
+    begin, _ = events.snapshot()
+    announced.remove(one_range(0, 2))
+    (batch,) = events.flush()
+
+    assert before.number == begin.number < batch.number
+
+
 def test_blocks_without_neighbours_take_no_larger_messages() -> None:
     """Of blocks that are an event each, neither a message nor a piece of a snapshot has more bytes than of others."""
     changes: list[IndexChange] = []

@@ -17,7 +17,7 @@ from tests.mutants.mutant import caught_by, rewrite
 _FOLLOWED = "tests/core/test_index_events.py::test_snapshot_and_events_make_the_index"
 
 
-@caught_by(f"{_FOLLOWED}[OffloadDriver]")
+@caught_by("tests/events/test_stream.py::test_batch_that_is_published_during_a_snapshot_is_behind_its_number")
 def snapshot_numbered_too_late(patch: pytest.MonkeyPatch) -> None:
     """A snapshot has the number of the next batch, so that this batch is never applied to it."""
     rewrite(patch, EventStream.snapshot, "self._next - 1", "self._next")
