@@ -117,7 +117,7 @@ class SharedRecord:
         self._look_later()
         if done.failed:
             return
-        if done.version == self._version and not done.count:
+        if done.version == self._version and not (done.count or done.error):
             self._seen_s = self._loop.time()
             self._recorder.again()  # if the last write has failed
         elif self._follow(done, data, self._recorder.found):

@@ -301,7 +301,6 @@ class StorageLink:
 
     def _judge(self, reply: Done, request: Request) -> None:
         of_record = isinstance(request, ReadRecord | WriteRecord)
-        is_of_both = of_record or isinstance(request, Forget)  # where a disk is in front of a service: one may work
         if of_record and not reply.failed:  # says nothing of blocks, and is sent in any case
             return
         if not reply.failed:
@@ -315,7 +314,9 @@ class StorageLink:
         self.counters["failures"] += 1
         self.why = reply.error
         _log.warning("storage %s failed: %s", self._config.backend, reply.error)
-        self._failures += not is_of_both or self._config.local_disk is None
+        # A disk in front of a service goes on without it, and one that failed at its part of a `Forget` still reads.
+        if self._config.local_disk is None or not (of_record or isinstance(request, Forget)):
+            self._failures += 1
         if self._failures >= BREAKER_FAILURES or self.state is LinkState.SUSPENDED:
             self._suspend(f"{self._failures} failures in a row, the last one: {reply.error}")
 

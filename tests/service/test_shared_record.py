@@ -304,6 +304,21 @@ def test_record_that_becomes_another_keys_ends_storage(fleet: Fleet, *, writes: 
     assert not any(isinstance(answer, wire.NamespaceCleared) for answer in answers)
 
 
+def test_record_of_another_key_is_not_taken_for_none(fleet: Fleet) -> None:
+    """A daemon that knows no record, and has none to write, sees that there is one that it cannot follow."""
+    node = fleet.node()
+    fleet.settle()
+    fleet.shelf.record = None
+    fleet.shelf.is_away = True  # so that it does not write another one
+    fleet.settle()
+    fleet.shelf.is_away, fleet.shelf.is_foreign = False, True
+    node.shared._version = b""
+    fleet.loop.pass_s(2 * FOLLOW_INTERVAL_S)
+
+    assert node.link.state is not LinkState.READY
+    assert "not encrypted with this key" in node.link.refusals[0]
+
+
 def test_service_that_is_away_is_followed_when_it_is_back(fleet: Fleet) -> None:
     """What others have cleared meanwhile is cleared at the first look."""
     first, second = fleet.pair()

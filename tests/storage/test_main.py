@@ -34,12 +34,14 @@ def test_usage_that_fails_costs_no_answer(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("error", ["no such file: \udcff", "x" * 10**6, "ü" * 10**6])
-def test_every_error_can_be_told(tmp_path: Path, error: str) -> None:
-    """Whatever text an error has, the answer can be sent, and fits."""
+def test_every_error_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """Whatever text an error or a backend's trouble has, the answer can be sent, and fits."""
+    monkeypatch.setattr(DiskStorage, "trouble", lambda _: error)
     with opened(tmp_path / "d") as storage:
         sent = encode(finished(Done(sequence=1, failed=True, error=error), storage))
 
     told = decode_report(sent)
     assert isinstance(told, Done)
     assert 0 < len(told.error) <= ERROR_SIZE_CHARS_MAX
+    assert told.trouble == told.error
     assert len(sent) < REPLY_SIZE_BYTES_MAX

@@ -34,26 +34,32 @@ def when_dead(started: StorageProcess, then: Callable[[StorageProcess], None]) -
     then(started)
 
 
+def start(tmp_path: Path) -> tuple[StorageProcess, asyncio.Future[str]]:
+    """A storage process, and why it ends."""
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    with (tmp_path / "memory").open("wb") as memory:
+        started = StorageProcess(
+            CONFIG,
+            (memory.fileno(), memory.fileno()),
+            tmp_path,
+            on_opened=lambda _: None,
+            on_reply=lambda _: None,
+            on_exit=ended.set_result,
+        )
+    return started, ended
+
+
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, then: Callable[[StorageProcess], None]) -> str:
     """Start a program as the storage process, wait until it is dead, do something, and return why it ended."""
     monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", program))
 
-    async def start() -> str:
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        with (tmp_path / "memory").open("wb") as memory:
-            started = StorageProcess(
-                CONFIG,
-                (memory.fileno(), memory.fileno()),
-                tmp_path,
-                on_opened=lambda _: None,
-                on_reply=lambda _: None,
-                on_exit=ended.set_result,
-            )
+    async def run() -> str:
+        started, ended = start(tmp_path)
         when_dead(started, then)
         async with asyncio.timeout(10):
             return await ended
 
-    return asyncio.run(start())
+    return asyncio.run(run())
 
 
 def test_death_is_noticed_before_the_end_of_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,16 +126,7 @@ def test_process_that_cannot_be_killed_is_waited_for_as_long_as_was_said(
     monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(1000)"))
 
     async def play() -> str:
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        with (tmp_path / "memory").open("wb") as memory:
-            started = StorageProcess(
-                CONFIG,
-                (memory.fileno(), memory.fileno()),
-                tmp_path,
-                on_opened=lambda _: None,
-                on_reply=lambda _: None,
-                on_exit=ended.set_result,
-            )
+        started, ended = start(tmp_path)
         async with asyncio.timeout(10):
             with unkillable(started.child.pid):
                 await started.stop(0.05, 0.05)
