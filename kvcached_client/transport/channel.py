@@ -10,7 +10,6 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
-from threading import get_ident
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvcached_client.errors import (
@@ -113,33 +112,19 @@ class Channel(OneThread):
         self.send(request, frames, deadline_ns=deadline_ns)
         return self.receive(request, expected)
 
+    @by_one_thread
     def send(self, request: Request, frames: Sequence[bytes] = (), *, deadline_ns: int | None = None) -> None:
         """The first half of `ask`; `deadline_ns` is for the reply. If it raises, nothing was sent.
 
         Sending takes no longer than the channel's own deadline, however long the reply may take. After `never_wait` it
         fails at once, as `DaemonSilent`, if too much is queued.
         """
-        thread = get_ident()  # as `by_one_thread`, which would cost each request several times as much
-        outer = self._user
-        if outer and outer != thread:
-            self._refuse(outer)
-        self._user = thread
-        try:
-            self._send_request(request, frames, deadline_ns)
-        finally:
-            self._user = outer
+        self._send_request(request, frames, deadline_ns)
 
+    @by_one_thread
     def receive(self, request: Request, expected: type[R]) -> tuple[R, list[bytes]]:
         """The second half of `ask`: wait for the reply, until the deadline given to `send`."""
-        thread = get_ident()
-        outer = self._user
-        if outer and outer != thread:
-            self._refuse(outer)
-        self._user = thread
-        try:
-            return self._receive_reply(request, expected)
-        finally:
-            self._user = outer
+        return self._receive_reply(request, expected)
 
     def _send_request(self, request: Request, frames: Sequence[bytes], deadline_ns: int | None) -> None:
         self._check_usable()
