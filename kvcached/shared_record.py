@@ -141,7 +141,7 @@ class SharedRecord:
             return False
         if not done.version:
             self._version, self._record, self._seen_s = b"", Record(), self._loop.time()
-            if self._link.usage[0]:  # what other daemons have cleared is not known, and blocks may be there
+            if self._link.usage.blocks:  # what other daemons have cleared is not known, and blocks may be there
                 self._service.clears.lose_record(is_shared=True)
             else:
                 self._service.on_event(StorageEmptied())

@@ -167,7 +167,7 @@ class RecordReader:
         record = await recorded(self._config, None)
         if record is not None:
             follow_record(self._service, self._link, record)
-        elif self._has_record and self._link.usage[0]:
+        elif self._has_record and self._link.usage.blocks:
             self._service.clears.lose_record()
         go_on()
 

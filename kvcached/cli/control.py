@@ -24,7 +24,13 @@ from kvcached.cli.options import (
     run_dir_option,
 )
 from kvcached.log import escaped
-from kvcached_client.protocol.admin import ADMIN_DEADLINE_MS_MAX, PIN_TTL_MS_MAX, StorageAction, StorageReport
+from kvcached_client.protocol.admin import (
+    ADMIN_DEADLINE_MS_MAX,
+    PIN_TTL_MS_MAX,
+    LocalDisk,
+    StorageAction,
+    StorageReport,
+)
 from kvcached_client.types import KEY_SIZE_BYTES, LogLevel, WritePolicy
 
 if TYPE_CHECKING:
@@ -226,6 +232,10 @@ def _text(report: StorageReport) -> str:
     lines = [f"{report.backend}: {report.state}; backup: {report.backup}"]
     if filled := _filled(report):
         lines.append(filled)
+    if disk := report.local_disk:
+        lines.append(
+            f"local disk: {_filled(disk)}; {disk.read_blocks} blocks read from it and not from {report.backend}"
+        )
     if report.record_age_ms >= 0:
         lines.append(
             f"shared with other machines: what they clear was last followed {report.record_age_ms // 1000} s ago"
@@ -239,7 +249,7 @@ def _text(report: StorageReport) -> str:
     return "\n".join(lines)
 
 
-def _filled(report: StorageReport) -> str:
+def _filled(report: StorageReport | LocalDisk) -> str:
     """How full storage is, as far as the backend says so; -1 is a figure that is not known."""
     size, capacity = report.size_bytes // _MIB, report.capacity_bytes // _MIB
     told = [f"{report.blocks} blocks"] if report.blocks >= 0 else []

@@ -21,7 +21,7 @@ from kvcached.log import escaped
 from kvcached.monitoring.counters import storage_totals, totals
 from kvcached.monitoring.timing import CopyTimes, Durations, Executor, RequestTimes
 from kvcached_client.errors import ErrorCode
-from kvcached_client.protocol.engine import Description, HostStats, PoolStats, StatsReport, StorageReport
+from kvcached_client.protocol.engine import Description, HostStats, LocalDisk, PoolStats, StatsReport, StorageReport
 
 #: The states of storage, see `kvcached.storage.client.LinkState`, and what a report adds to them.
 STORAGE_STATES: Final = ("detached", "starting", "ready", "read_only", "suspended", "waiting")
@@ -302,6 +302,22 @@ def _storage(snapshot: Snapshot) -> Iterator[Metric]:
     yield known("storage_blocks", "Blocks that storage holds.", storage.blocks)
     yield known("storage_bytes", "Bytes that storage uses.", storage.size_bytes)
     yield known("storage_capacity_bytes", "Bytes that storage may use.", storage.capacity_bytes)
+    disk = storage.local_disk or LocalDisk(blocks=-1, size_bytes=-1, capacity_bytes=-1, read_blocks=0)
+    meaning = "Blocks that the local disk in front of storage holds. No sample without one, as of its bytes."
+    yield known("storage_local_disk_blocks", meaning, disk.blocks)
+    yield known("storage_local_disk_bytes", "Bytes that the local disk in front of storage uses.", disk.size_bytes)
+    yield known(
+        "storage_local_disk_capacity_bytes",
+        "Bytes that the local disk in front of storage may use.",
+        disk.capacity_bytes,
+    )
+    meaning = (
+        "Blocks read from the local disk, and not from the service behind it. Begins anew with the storage process."
+    )
+    read = CounterMetricFamily("kvcached_storage_local_disk_read_blocks", meaning)
+    if is_there:
+        read.add_metric((), disk.read_blocks)
+    yield read
     due = storage.counters.get("forgets_due", 0)
     yield known("storage_forgets_due", "Cleared namespaces whose blocks storage has not deleted yet.", due)
     ages = [((), storage.record_age_ms / 1000)] if storage.record_age_ms >= 0 else []

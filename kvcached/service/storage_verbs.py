@@ -23,6 +23,7 @@ from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import WAITING_MAX, Answer, LateVerb, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EngineGroups
+from kvcached.storage.backend import Usage
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import BlockFormat, Done
 from kvcached_client.blocks.header import NAMESPACE_BYTES
@@ -47,7 +48,7 @@ class Link(Protocol):
     state: LinkState
     why: str
     trouble: str
-    usage: tuple[int, int, int]
+    usage: Usage
     restarts: int
 
     @property
@@ -258,7 +259,7 @@ def _report(number: int, storage: StorageService | None) -> wire.StorageReport:
             id=number, backend="", state=LinkState.DETACHED, why="", backup="never", restarts=0,
             blocks=-1, size_bytes=-1, capacity_bytes=-1, counters={},
         )  # fmt: skip
-    blocks, size_bytes, capacity_bytes = storage.link.usage
+    usage, disk = storage.link.usage, storage.link.usage.local_disk
     is_read_only = storage.link.state is LinkState.READY and bool(storage.link.write_refusal)
     return wire.StorageReport(
         id=number,
@@ -267,11 +268,12 @@ def _report(number: int, storage: StorageService | None) -> wire.StorageReport:
         why=storage.link.write_refusal if is_read_only else storage.link.trouble or storage.link.why,
         backup=storage.backup,
         restarts=storage.link.restarts,
-        blocks=blocks,
-        size_bytes=size_bytes,
-        capacity_bytes=capacity_bytes,
+        blocks=usage.blocks,
+        size_bytes=usage.size_bytes,
+        capacity_bytes=usage.capacity_bytes,
         counters={**storage.link.counters, "forgets_due": len(storage.link.due)},
         record_age_ms=storage.record_age_ms(),
+        local_disk=wire.LocalDisk(**disk._asdict()) if disk else None,
     )
 
 

@@ -120,12 +120,30 @@ class VersionedRecord(NamedTuple):
     version: bytes
 
 
-class Usage(NamedTuple):
-    """How full a backend is; -1 for an unknown figure."""
+class LocalDisk(NamedTuple):
+    """How full a disk of this machine is that stands before the service, and how much was read from it.
+
+    Attributes:
+        blocks, size_bytes, capacity_bytes: as in `Usage`.
+        read_blocks: blocks that were read from it since it was opened, and not from the service.
+    """
 
     blocks: int
     size_bytes: int
     capacity_bytes: int
+    read_blocks: int
+
+
+class Usage(NamedTuple):
+    """How full a backend is; -1 for an unknown figure. Only the storage process itself fills in `local_disk`."""
+
+    blocks: int
+    size_bytes: int
+    capacity_bytes: int
+    local_disk: LocalDisk | None = None
+
+
+UNKNOWN_USAGE: Final = Usage(-1, -1, -1)
 
 
 class Storage(ABC):

@@ -27,6 +27,7 @@ from kvcached.core.messages import (
 from kvcached.core.slots.states import follow
 from kvcached.process.backoff import BackOff
 from kvcached.process.in_flight import InFlight
+from kvcached.storage.backend import UNKNOWN_USAGE
 from kvcached.storage.forgets import Forgets
 from kvcached.storage.link_state import LINK_TRANSITIONS, LinkState
 from kvcached.storage.messages import (
@@ -99,7 +100,7 @@ class StorageLink:
         self.why = self.trouble = ""
         self.is_misconfigured = False
         self.is_shared, self.lives = False, 0
-        self.usage = (-1, -1, -1)
+        self.usage = UNKNOWN_USAGE
         self.counters: Counter[str] = Counter()
         self._refused = RefusedWrites(config.backend, self.counters)
         self.restarts = 0
@@ -234,7 +235,7 @@ class StorageLink:
     def _on_opened(self, opened: Opened | NotOpened) -> None:
         self.is_misconfigured = isinstance(opened, NotOpened) and opened.is_misconfigured
         if isinstance(opened, Opened) and self.state is LinkState.STARTING:
-            self.usage, self.is_shared = (opened.blocks, opened.size_bytes, opened.capacity_bytes), opened.is_shared
+            self.usage, self.is_shared = opened.usage, opened.is_shared
             self.before_ready(partial(self._on_ready, self._process, opened))
 
     def _on_ready(self, process: StorageProcess | None, opened: Opened) -> None:
@@ -247,7 +248,7 @@ class StorageLink:
         self._in_flight.turns = opened.threads
         self._watch()
         self._forgets.send_due()
-        if not opened.blocks:
+        if not opened.usage.blocks:
             self._tell(StorageEmptied())
         self._tell(StorageReady())
 
@@ -287,12 +288,9 @@ class StorageLink:
     def _on_reply(self, reply: Report) -> None:
         if isinstance(reply, Progress):
             self._in_flight.progressed(reply.sequence)
-        if not isinstance(reply, Done):
+        if not isinstance(reply, Done) or (pending := self._in_flight.done(reply.sequence)) is None:
             return
-        pending = self._in_flight.done(reply.sequence)
-        if pending is None:
-            return
-        self.usage, self.trouble = (reply.blocks, reply.size_bytes, reply.capacity_bytes), reply.trouble
+        self.usage, self.trouble = reply.usage, reply.trouble
         self.counters["wrong_blocks"] += reply.wrong
         self._judge(reply, pending.request)
         pending.tell(reply)

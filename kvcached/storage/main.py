@@ -22,7 +22,7 @@ import msgspec
 
 from kvcached.config.tables import RECORD_NAME
 from kvcached.process.seqpacket import wait_packet
-from kvcached.storage.backend import DISK, Storage, StorageMisconfigured, StorageUnusable, open_backend
+from kvcached.storage.backend import DISK, Storage, StorageMisconfigured, StorageUnusable, Usage, open_backend
 from kvcached.storage.encryption.backend import EncryptedStorage, read_secret
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import (
@@ -139,15 +139,12 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage, timeo
     capabilities = backend.capabilities
     executor = ThreadPoolExecutor(capabilities.threads, thread_name_prefix="storage")
     records = ThreadPoolExecutor(1, thread_name_prefix="record")  # which must not wait behind a clear of minutes
-    full = finished(Done(sequence=0), backend)
     say(
         Opened(
             persistent=capabilities.persistent,
             threads=capabilities.threads,
             is_shared=capabilities.is_shared,
-            blocks=full.blocks,
-            size_bytes=full.size_bytes,
-            capacity_bytes=full.capacity_bytes,
+            usage=finished(Done(sequence=0), backend).usage,
         )
     )
     while (packet := wait_packet(connection, MESSAGE_SIZE_BYTES_MAX, 1)) is not None:
@@ -161,12 +158,11 @@ def finished(done: Done, backend: Storage) -> Done:
     """An answer that can be sent, with how full the backend is, where it says so. Without one it would seem hung."""
     done = msgspec.structs.replace(done, error=_clean(done.error))
     try:
-        (blocks, size_bytes, capacity_bytes), trouble = backend.usage(), _clean(backend.trouble())
+        usage, trouble = Usage(*backend.usage()), _clean(backend.trouble())
     except Exception as error:  # noqa: BLE001 - a backend may raise anything, and what was ordered is done
         _log.warning("the backend does not report its size: %s", error)
         return done
-    full = {"blocks": blocks, "size_bytes": size_bytes, "capacity_bytes": capacity_bytes}
-    return msgspec.structs.replace(done, trouble=trouble, **full)
+    return msgspec.structs.replace(done, usage=usage, trouble=trouble)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import msgspec
 
 from kvcached.core.messages import Span
 from kvcached.core.slots.ranges import decode_ranges, encode_ranges
+from kvcached.storage.backend import UNKNOWN_USAGE, Usage
 from kvcached.storage.frame import StoredKind
 from kvcached_client.blocks.host_layout import CanonicalLayout, HostGeometry
 
@@ -142,15 +143,13 @@ class Opened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     Attributes:
         is_shared: daemons of several machines use it, and it keeps their record of generations.
-        blocks, size_bytes, capacity_bytes: how full it is; -1 where that is not known.
+        usage: how full it is.
     """
 
     persistent: bool
     threads: int
     is_shared: bool = False
-    blocks: int = -1
-    size_bytes: int = -1
-    capacity_bytes: int = -1
+    usage: Usage = UNKNOWN_USAGE
 
 
 class NotOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="not_opened"):
@@ -184,7 +183,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         failed: the backend failed, as opposed to not having something; the error says how.
         trouble: what is wrong with the backend although it works; empty if nothing is.
         took_us: how long it took, from when it was begun.
-        blocks, size_bytes, capacity_bytes: how full the backend is; -1 where that is not known.
+        usage: how full the backend is.
     """
 
     sequence: _Count
@@ -196,9 +195,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     error: str = ""
     trouble: str = ""
     took_us: int = 0
-    blocks: int = -1
-    size_bytes: int = -1
-    capacity_bytes: int = -1
+    usage: Usage = UNKNOWN_USAGE
 
 
 Request = Query | Fetch | Backup | Forget | Ping | ReadRecord | WriteRecord

@@ -179,6 +179,15 @@ class Woken(Header, frozen=True, kw_only=True, tag="woken"):
     replicas: tuple[str, ...]
 
 
+class LocalDisk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A disk of the daemon's machine, in front of a service that is its storage."""
+
+    blocks: int
+    size_bytes: int
+    capacity_bytes: int
+    read_blocks: Id  #: blocks read from it, and not from the service, since the storage process began
+
+
 class StorageReport(Header, frozen=True, kw_only=True, tag="storage_report"):
     """Answer to `StorageControl`."""
 
@@ -192,6 +201,7 @@ class StorageReport(Header, frozen=True, kw_only=True, tag="storage_report"):
     capacity_bytes: int
     counters: dict[str, int]
     record_age_ms: int = -1  #: how long ago the record was seen that several machines share; -1 = there is none
+    local_disk: LocalDisk | None = None  #: None = there is none, or storage has not been ready yet
 
 
 class LogLevelSet(Header, frozen=True, kw_only=True, tag="log_level_set"):

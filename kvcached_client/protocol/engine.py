@@ -25,6 +25,7 @@ from kvcached_client.protocol.admin import (
     ClearNamespace,
     Drain,
     Drained,
+    LocalDisk,
     LogLevelSet,
     NamespaceCleared,
     Pause,

@@ -53,6 +53,9 @@ def test_blocks_are_found_on_the_disk_while_the_service_is_away(tmp_path: Path, 
         with server.stopped():
             assert two.engine.load("a", BLOCKS) == 0
             assert (two.found("a"), two.found("b")) == (BLOCKS, BLOCKS)
+            told = report(two.daemon).local_disk
+            assert told is not None
+            assert (told.blocks, told.capacity_bytes, told.read_blocks) == (2 * BLOCKS, 64 << 20, 2 * BLOCKS)
             two.engine.store("c", BLOCKS)
             until(lambda: on_disk(disk, "c") == BLOCKS)
             assert report(two.daemon).state == LinkState.READY

@@ -16,7 +16,7 @@ SLABS = 2
 STORAGE = wire.StorageReport(
     id=0, backend="disk", state="ready", why="", backup="every", restarts=0,
     blocks=3, size_bytes=300, capacity_bytes=900, counters={"written_blocks": 3, "forgets_due": 1},
-    record_age_ms=4000,
+    record_age_ms=4000, local_disk=wire.LocalDisk(blocks=2, size_bytes=200, capacity_bytes=800, read_blocks=7),
 )  # fmt: skip
 
 

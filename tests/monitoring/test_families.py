@@ -291,5 +291,7 @@ def test_without_storage_there_are_no_samples_of_it(office: Office) -> None:
     assert all(with_storage[name].samples and not without[name].samples for name in of_storage)
     assert value(with_storage, "kvcached_storage_blocks") == STORAGE.blocks
     assert value(with_storage, "kvcached_storage_record_age_seconds") == STORAGE.record_age_ms / 1000
+    assert value(with_storage, "kvcached_storage_local_disk_bytes") == 200
+    assert value(with_storage, "kvcached_storage_local_disk_read_blocks_total") == 7
     assert value(with_storage, "kvcached_storage_state", state="ready") == 1
     assert value(with_storage, "kvcached_storage_state", state="suspended") == 0

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import kvcached_client
 from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
-from kvcached_client.protocol.admin import StorageReport
+from kvcached_client.protocol.admin import LocalDisk, StorageReport
 from kvcached_client.protocol.engine import (
     Drained,
     LogLevelSet,
@@ -169,6 +169,18 @@ def test_cli_storage_says_when_clears_of_others_were_followed(admin: FakeAdmin) 
     )  # fmt: skip
 
     assert "what they clear was last followed 61 s ago" in run("storage").stdout
+
+
+def test_cli_storage_tells_of_the_local_disk(admin: FakeAdmin) -> None:
+    """How full it is, beside the service, and what it was good for."""
+    admin.reply = StorageReport(
+        id=1, backend="s3", state="ready", why="", backup="every", restarts=0,
+        blocks=-1, size_bytes=-1, capacity_bytes=-1, counters={},
+        local_disk=LocalDisk(blocks=5, size_bytes=3 << 20, capacity_bytes=8 << 20, read_blocks=7),
+    )  # fmt: skip
+
+    (_, line) = run("storage").stdout.splitlines()
+    assert line == "local disk: 5 blocks, 3 of 8 MiB; 7 blocks read from it and not from s3"
 
 
 def test_cli_set_weights_says_why_it_was_refused(admin: FakeAdmin) -> None:

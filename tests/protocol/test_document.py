@@ -37,6 +37,7 @@ NESTED: dict[str, type[msgspec.Struct]] = {
         protocol.TenantStats,
         protocol.EnginePoolStats,
         protocol.HealthPart,
+        protocol.LocalDisk,
         protocol.ReplicaInfo,
         protocol.TreeNode,
         protocol.BlockPlace,

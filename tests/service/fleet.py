@@ -14,7 +14,7 @@ from kvcached.core.messages import StorageLost, StorageReady
 from kvcached.recovery.generations import Record
 from kvcached.service.storage_verbs import StorageService
 from kvcached.shared_record import SharedRecord
-from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, RecordUnusable, StorageUnusable, VersionedRecord
+from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, RecordUnusable, StorageUnusable, Usage, VersionedRecord
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import Done, ReadRecord, WriteRecord
 from kvcached.storage.record_exchange import RecordExchange
@@ -81,7 +81,7 @@ class FakeLink:
         self.state = LinkState.DETACHED
         self.is_shared = True
         self.lives = 1
-        self.usage = (shelf.has_blocks, -1, -1)
+        self.usage = Usage(shelf.has_blocks, -1, -1)
         self.due: dict[bytes, None] = {}
         self.refusals: list[str] = []
         self.asked: list[ReadRecord | WriteRecord] = []

@@ -12,6 +12,7 @@ import pytest
 from kvcached.config.schema import Config, load_config
 from kvcached.core.generations import Edition
 from kvcached.core.messages import StorageLost, StorageReady
+from kvcached.storage.backend import Usage
 from kvcached.storage_start import RecordReader
 from tests.service.office import FakePeer, Office, key_chain
 from tests.service.test_clears import busy, clear, cleared
@@ -39,7 +40,7 @@ def configured(folder: Path) -> Config:
 
 async def opened(config: Config, engines: Engines, blocks: int) -> None:
     """Storage is locked for this daemon, and says how many blocks it has."""
-    link: Any = SimpleNamespace(usage=(blocks, -1, -1))
+    link: Any = SimpleNamespace(usage=Usage(blocks, -1, -1))
     over = asyncio.Event()
     RecordReader(config, engines.office.service, link).begin(over.set)
     await over.wait()

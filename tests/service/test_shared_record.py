@@ -12,6 +12,7 @@ from kvcached.core.generations import RANDOM_BITS, Edition
 from kvcached.core.messages import Ticked
 from kvcached.recovery.generations import Record
 from kvcached.shared_record import FOLLOW_INTERVAL_S
+from kvcached.storage.backend import Usage
 from kvcached.storage.link_state import LinkState
 from kvcached_client.protocol import engine as wire
 from tests.service.fleet import FakeShelf, Node, recorded
@@ -215,7 +216,7 @@ def test_record_of_an_emptied_service_goes_on(fleet: Fleet) -> None:
     node.office.store_blocks(node.engine(), 3)
     fleet.settle()
     generation = node.generation()
-    fleet.shelf.record, node.link.usage = None, (0, -1, -1)
+    fleet.shelf.record, node.link.usage = None, Usage(0, -1, -1)
     fleet.settle()
 
     assert (fleet.recorded(), node.office.hit(3)) == (generation, 3)

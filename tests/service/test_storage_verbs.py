@@ -21,6 +21,7 @@ from kvcached.core.messages import (
 )
 from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached.service.storage_verbs import RECORD_LATE_MS, StorageService
+from kvcached.storage.backend import UNKNOWN_USAGE, LocalDisk, Usage
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import Done
 from kvcached_client.errors import ErrorCode
@@ -40,7 +41,7 @@ class FakeStorageLink:
     why: str = ""
     write_refusal: str = ""
     trouble: str = ""
-    usage: tuple[int, int, int] = (-1, -1, -1)
+    usage: Usage = UNKNOWN_USAGE
     restarts: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     due: dict[bytes, None] = field(default_factory=dict)
@@ -226,13 +227,15 @@ def report(answers: list[Answer]) -> wire.StorageReport:
 
 def test_status_says_what_the_backend_told_last(office: StorageOffice) -> None:
     """Name, state, use, counters and the last failure."""
-    office.link.usage, office.link.counters, office.link.due = (3, 300, 1000), {"fetched_blocks": 2}, {b"p": None}
+    office.link.usage = Usage(3, 300, 1000, LocalDisk(2, 200, 800, 7))
+    office.link.counters, office.link.due = {"fetched_blocks": 2}, {b"p": None}
     office.link.state, office.link.why, office.link.restarts = LinkState.WAITING, "it died", 4
     seen = report(office.control("status"))
 
     assert (seen.backend, seen.state, seen.why, seen.backup) == ("disk", "waiting", "it died", "never")
     assert (seen.restarts, seen.blocks, seen.size_bytes, seen.capacity_bytes) == (4, 3, 300, 1000)
     assert seen.counters == {"fetched_blocks": 2, "forgets_due": 1}
+    assert seen.local_disk == wire.LocalDisk(blocks=2, size_bytes=200, capacity_bytes=800, read_blocks=7)
 
 
 def test_storage_that_takes_no_blocks_is_not_ready(office: StorageOffice) -> None:

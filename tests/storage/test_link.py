@@ -25,6 +25,7 @@ from kvcached.core.messages import (
     StorageSuspended,
 )
 from kvcached.storage import client as link
+from kvcached.storage.backend import Usage
 from kvcached.storage.client import (
     BREAKER_FAILURES,
     FIRST_PAUSE_S,
@@ -82,7 +83,7 @@ class FakeProcess:
         FakeProcess.made.append(self)
 
     def open(self, threads: int = 1, blocks: int = -1) -> None:
-        self.on_opened(Opened(persistent=True, threads=threads, blocks=blocks))
+        self.on_opened(Opened(persistent=True, threads=threads, usage=Usage(blocks, -1, -1)))
 
     def send(self, order: Request) -> None:
         self.orders.append(order)

@@ -19,7 +19,7 @@ def test_answer_says_how_full_the_backend_is(tmp_path: Path) -> None:
         put(storage, 1)
         over = finished(Done(sequence=1, count=3), storage)
 
-        assert (over.count, Usage(over.blocks, over.size_bytes, over.capacity_bytes)) == (3, storage.usage())
+        assert (over.count, over.usage) == (3, storage.usage())
 
 
 def test_usage_that_fails_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

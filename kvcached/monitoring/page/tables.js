@@ -119,12 +119,20 @@ function fillCopies(report) {
 
 function fillStorage({ storage }) {
   const known = (number, format) => (number < 0 ? "unknown" : format(number));
+  const disk = storage?.local_disk;
   const rows = storage
     ? [
         ["backend", storage.backend],
         ["state", words(storage.state) + (storage.why ? `: ${storage.why}` : "")],
         ["blocks", known(storage.blocks, count)],
         ["used", `${known(storage.size_bytes, bytes)} of ${known(storage.capacity_bytes, bytes)}`],
+        ...(disk
+          ? [
+              ["local disk", `${known(disk.size_bytes, bytes)} of ${known(disk.capacity_bytes, bytes)}`],
+              ["blocks on it", known(disk.blocks, count)],
+              ["blocks read from it", count(disk.read_blocks)],
+            ]
+          : []),
         ["written", words(storage.backup)],
         ["restarts", count(storage.restarts)],
         ...Object.entries(storage.counters).map(([name, number]) => [words(name), count(number)]),

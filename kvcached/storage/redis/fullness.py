@@ -7,7 +7,7 @@ import time
 from threading import Lock
 from typing import Final, NamedTuple
 
-from kvcached.storage.backend import Usage
+from kvcached.storage.backend import UNKNOWN_USAGE, Usage
 from kvcached.storage.redis.connections import UNREACHABLE, Connections, accepted
 from kvcached.storage.redis.nodes import Nodes
 
@@ -16,7 +16,6 @@ _AGE_S: Final = 2.0
 _TIMEOUT_S: Final = 1.0
 #: A server counts whole seconds of its clock: it may have started up to a second later than it says.
 _UPTIME_ERROR_S: Final = 1
-_UNKNOWN: Final = Usage(blocks=-1, size_bytes=-1, capacity_bytes=-1)
 
 
 class _Node(NamedTuple):
@@ -57,7 +56,7 @@ class Fullness:
         self._nodes = nodes
         self._record = record
         self._taking = Lock()
-        self._figures = _UNKNOWN
+        self._figures = UNKNOWN_USAGE
         #: Whether all that was stored is lost, as of then.
         self._is_lost = False
         self._taken_s = self._expired_s = -math.inf
@@ -81,7 +80,7 @@ class Fullness:
     def figures(self) -> Usage:
         """How full the server is; unknown while it does not answer."""
         if self._nodes.is_away:  # the next call finds out whether it still is
-            return _UNKNOWN
+            return UNKNOWN_USAGE
         is_expired = self._taken_s <= self._expired_s
         if self._is_old() and self._taking.acquire(blocking=is_expired):
             try:
@@ -107,7 +106,7 @@ class Fullness:
             ((owner, _),) = self._nodes.of([self._record], until_s)
             nodes = [self._of(server, server is owner, until_s) for server in self._nodes.all(until_s)]
         except (*UNREACHABLE, KeyError, ValueError):
-            return _UNKNOWN, False
+            return UNKNOWN_USAGE, False
         keys, size_bytes, capacities, *_ = zip(*nodes, strict=True)
         is_lost = any(node.lost_record for node in nodes) and all(node.is_new or not node.keys for node in nodes)
         return Usage(sum(keys), sum(size_bytes), sum(capacities) if all(capacities) else -1), is_lost

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn, TypeVar
 
-from kvcached.storage.backend import ABSENT, Block, Outcome, Result, Storage, Usage, VersionedRecord
+from kvcached.storage.backend import ABSENT, Block, LocalDisk, Outcome, Result, Storage, Usage, VersionedRecord
 from kvcached.storage.tiers.refills import Refills
 from kvcached.storage.tiers.side import Side
 
@@ -49,6 +49,7 @@ class TieredStorage(Storage):
         self._far_writes = Side(f"writes to storage {name!r}", far, clock_s)
         self._cleared: dict[tuple[Storage, bytes], int] = {}  #: what one of the two has cleared, and the other not yet
         self._came: dict[bytes, None] = {}  #: keys of the last blocks that came from the service
+        self._read_from_disk = 0
         self._lock = threading.Lock()
         self._is_cleared = False  #: the disk, since the service was found empty
         self.refills = Refills(self._refill)
@@ -140,8 +141,10 @@ class TieredStorage(Storage):
         return max(here, there)
 
     def usage(self) -> Usage:
-        """Of the service."""
-        return self._far.usage()
+        """Of the service, and of the disk beside it."""
+        disk = self._disk.usage()
+        local = LocalDisk(disk.blocks, disk.size_bytes, disk.capacity_bytes, self._read_from_disk)
+        return self._far.usage()._replace(local_disk=local)
 
     def trouble(self) -> str:
         """What is left out, and why."""
@@ -184,6 +187,7 @@ class TieredStorage(Storage):
         with self._lock:
             for block in (*came, *from_disk):
                 self._came.pop(block.key, None)
+            self._read_from_disk += len(from_disk)
             self._came.update((block.key, None) for block in came)
             for key in list(self._came)[: max(len(self._came) - CAME_MAX, 0)]:
                 del self._came[key]

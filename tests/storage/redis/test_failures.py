@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from redis.exceptions import RedisError, ResponseError
 
-from kvcached.storage.backend import ABSENT, DONE, Outcome, Storage
+from kvcached.storage.backend import ABSENT, DONE, UNKNOWN_USAGE, Outcome, Storage
 from kvcached.storage.redis import backend
 from kvcached.storage.redis.backend import RedisStorage
 from kvcached.storage.redis.connections import Connections
@@ -51,7 +51,7 @@ def test_hung_server_does_not_hold_calls() -> None:
 
             assert took_s < 5 * SHORT_S + SLACK_S
             assert [each.outcome for each in (got, *results)] == [Outcome.FAILED] * 3
-            assert usage == (-1, -1, -1)
+            assert usage == UNKNOWN_USAGE
             block = asked(2)
             assert storage.get([block], timeout_s=TIMEOUT_S) == [DONE]
             assert is_right(block, 2)
@@ -152,7 +152,7 @@ def test_absent_server_fails_calls_until_it_is_back() -> None:
         assert time.monotonic() - began_s < SLACK_S
         assert {each.outcome for each in results} == {Outcome.FAILED}
         assert "connecting to" in results[0].detail
-        assert storage.usage() == (-1, -1, -1)
+        assert storage.usage() == UNKNOWN_USAGE
         server.start()
         assert put(storage, 1) == [Outcome.DONE]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.storage.backend import UNKNOWN_USAGE, Usage
 from kvcached.storage.s3 import backend
 from kvcached.storage.s3.backend import S3Storage
 from kvcached.storage.s3.failures import S3Failure
@@ -15,7 +16,7 @@ from kvcached.storage.s3.opening import open_s3
 from tests.storage.s3.service import FakeS3, fake_s3
 from tests.storage.values import TIMEOUT_S, asked, key, stored
 
-EMPTY, UNKNOWN = (0, -1, -1), (-1, -1, -1)
+EMPTY, UNKNOWN = Usage(0, -1, -1), UNKNOWN_USAGE
 
 
 @pytest.fixture

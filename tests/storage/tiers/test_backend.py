@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from kvcached.storage.backend import DONE, Outcome, Usage
+from kvcached.storage.backend import DONE, LocalDisk, Outcome, Usage
 from kvcached.storage.tiers import backend, refills
 from kvcached.storage.tiers.backend import TieredStorage
 from kvcached.storage.tiers.side import FIRST_PAUSE_S
@@ -57,10 +57,17 @@ def tiers() -> Iterator[Tiers]:
 
 
 def test_it_is_shared_as_the_service_is(tiers: Tiers) -> None:
-    """Threads and the record are those of the service, which says how full it is; a batch is one that both take."""
+    """Threads and the record are those of the service; a batch is one that both take."""
     assert tiers.both.capabilities == tiers.far.capabilities
-    tiers.far.values[key(1)] = b"a value"
-    assert tiers.both.usage() == Usage(1, -1, -1)
+
+
+def test_both_say_how_full_they_are(tiers: Tiers) -> None:
+    """And what was read from the disk counts, not what it lacked."""
+    tiers.put(1)
+    tiers.far.values[key(2)] = b"of another machine"
+    tiers.get(1, 3)
+
+    assert tiers.both.usage() == Usage(2, -1, -1, LocalDisk(1, -1, -1, read_blocks=1))
 
 
 def test_blocks_are_written_to_both(tiers: Tiers) -> None:
