@@ -30,7 +30,7 @@ def expand_ranges(packed: PackedRanges | bytes | memoryview) -> npt.NDArray[np.i
     pairs = np.frombuffer(packed, "<i4").reshape(-1, 2).astype(np.int64)
     firsts, counts = pairs[:, 0], pairs[:, 1]
     total = int(counts.sum())
-    _check_ranges(firsts.min(), counts.min(), total, (firsts + counts).max())
+    _check_ranges(int(firsts.min()), int(counts.min()), total, int((firsts + counts).max()))
     starts_in_table = np.cumsum(counts) - counts
     return (np.repeat(firsts - starts_in_table, counts) + np.arange(total)).astype(np.int32)
 
