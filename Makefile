@@ -10,7 +10,7 @@
 #
 # Others: make env (.venv, which these make first), lock (newer versions of what is in it), lint, format, bench
 # (benchmarks), vllm-env (what real vLLM servers run in), bench-vllm (figures with real vLLMs), replay (recorded
-# conversations against vLLM, with a figure), docs (the documents as a site, in build/site), reference (pages of the SDK's
+# conversations against vLLM, with a figure), docker (the image and the Compose file, by a Docker engine), docs (the documents as a site, in build/site), reference (pages of the SDK's
 # docstrings, in build/reference), clean.
 #
 # PYTHON       interpreter to make the environment with   make test PYTHON=python3.12
@@ -47,7 +47,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test full slow compiled oldest: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock demo test test-all full compiled oldest slow mutants lint format bench vllm vllm-env bench-vllm sglang sglang-env replay docs reference clean
+.PHONY: help env lock demo test test-all full compiled oldest slow mutants lint format bench vllm vllm-env bench-vllm sglang sglang-env docker replay docs reference clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -87,7 +87,7 @@ test: env
 test-all: test full compiled oldest mutants slow vllm sglang
 
 full: env
-	@$(BIN)/python -m pytest tests -m "full and not slow and not vllm and not sglang" --part $(PART) \
+	@$(BIN)/python -m pytest tests -m "full and not slow and not vllm and not sglang and not docker" --part $(PART) \
 	    --numprocesses auto --maxprocesses 4 --dist loadfile
 
 slow: env
@@ -98,7 +98,7 @@ compiled: env
 	@rm -rf build/compiled && mkdir -p build/compiled
 	@cp -r benchmarks configs examples kvcached kvcached_client tests LICENSE README.md pyproject.toml setup.py build/compiled
 	@cd build/compiled && KVCACHED_COMPILE=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --parallel 2
-	@cd build/compiled && ../../$(BIN)/python -m pytest -m "not full and not slow and not vllm and not sglang and not interpreted" \
+	@cd build/compiled && ../../$(BIN)/python -m pytest -m "not full and not slow and not vllm and not sglang and not docker and not interpreted" \
 	    --numprocesses auto --maxprocesses 4 tests/core tests/simulation tests/service
 	@cd build/compiled && ../../$(BIN)/python -m kvcached demo
 
@@ -161,6 +161,10 @@ $(SGLANG_STAMP): tests/vllm/environment/build.py $(SGLANG_LOCK) $(CLIENT) | $(ST
 
 sglang: env sglang-env
 	@$(BIN)/python -m pytest tests -m sglang
+
+# Needs a Docker engine with Compose 2.17, and pulls python:3.12-slim. Nothing else runs these tests.
+docker: env
+	@$(BIN)/python -m pytest tests/docker -m docker
 
 # Strictly: a broken link or anchor, a page outside the navigation, and a page that needs another host fail.
 docs: env
