@@ -245,6 +245,14 @@ def test_engines_on_gpus_have_what_copies_on_them() -> None:
     assert re.findall(r"pip install '\./(.*)'", text) == ["kvcached_client[cuda]"]
 
 
+def test_keeper_and_daemon_come_to_the_same_nodes() -> None:
+    """Those with GPUs among them, where an engine without a daemon waits."""
+    keeper, daemon = pod_of("kvcached-keeper"), pod_of("kvcached")
+
+    assert keeper["tolerations"] == daemon["tolerations"]
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in daemon["tolerations"]
+
+
 def test_upgrade_leaves_the_keeper() -> None:
     """Neither a new manifest nor a new tag of the daemon's image replaces the keeper; the old Pod ends first."""
     sets = {each["metadata"]["name"]: each["spec"] for each in documents() if each["kind"] == "DaemonSet"}
