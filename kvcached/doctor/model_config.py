@@ -5,16 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
-
-#: Fields that models with state-space layers have.
-STATE_SPACE_FIELDS: Final = (
-    "mamba_d_state",
-    "mamba_state_dim",
-    "ssm_state_size",
-    "state_size",
-    "hybrid_override_pattern",
-)
+from typing import Any
 
 
 def read_config(model: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvcached.doctor.arguments import read_arguments
-from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_config
+from kvcached.doctor.model_config import read_config, text_config
+from kvcached_client.blocks.layout import STATE_SPACE_FIELDS
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.protocol.engine import OffloadInfo
 from kvcached_client.sglang.host_pages import SERVED_LAYOUTS

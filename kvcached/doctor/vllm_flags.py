@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvcached.doctor.arguments import nested, read_arguments
-from kvcached.doctor.model_config import STATE_SPACE_FIELDS, read_config, text_config
+from kvcached.doctor.model_config import read_config, text_config
+from kvcached_client.blocks.layout import STATE_SPACE_FIELDS
 from kvcached_client.doctor.checks import Finding
 from kvcached_client.vllm.keys import PICKLED_ALGORITHMS, SECRET_SEED_ALGORITHMS
 from kvcached_client.vllm.settings import read_settings

@@ -35,6 +35,22 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 PageOrder = Literal["block_first", "layer_first"]
 
+#: Fields that models with state-space layers have.
+STATE_SPACE_FIELDS = (
+    "mamba_d_state",
+    "mamba_state_dim",
+    "ssm_state_size",
+    "state_size",
+    "hybrid_override_pattern",
+)
+#: Fields by which layers, or their heads, differ in ways that are not looked into here.
+_SHAPES_UNKNOWN = (
+    *STATE_SPACE_FIELDS,
+    *("attn_layer_period", "attn_layer_indices", "full_attention_interval", "full_attn_idxs", "attn_type_list"),
+    *("block_types", "layers_block_type", "hybrid_layer_ids", "block_configs", "cross_attention_layers"),
+    *("attention_chunk_size", "num_kv_shared_layers", "index_head_dim", "is_encoder_decoder"),
+    *("multi_query", "multi_query_attention", "multi_query_group_num", "num_kv_heads", "n_head_kv"),
+)
 #: A pool is one mapping. A larger one is a mistake in the configuration: no machine has so much memory.
 POOL_SIZE_BYTES_MAX = 1 << 46
 
@@ -169,30 +185,35 @@ def layout_from_model_config(
     single head is then the same on every shard. Latent attention (a config with ``kv_lora_rank``, as that of
     DeepSeek-V2 and V3) has one latent vector per token, the same on every shard, and no V.
 
+    For example ``layout_from_model_config(json.loads(Path("config.json").read_text()), block_size=16, shards=1)``.
+
     Raises:
-        BadRequest: a needed field is missing, heads do not divide, or the model mixes kinds of layers.
+        BadRequest: a needed field is missing, heads do not divide, or the model mixes kinds of layers, also in a way
+            that is not known here.
     """
     text = config.get("text_config", config)
     if not isinstance(text, dict):
         raise _unusable("text_config is not an object")
-    if {"full_attention"} != set(text.get("layer_types") or ["full_attention"]):
-        raise _unusable(f"layer_types mixes {sorted(set(text['layer_types']))}; name the groups in the configuration")
+    _check_layers_alike(text)
     layers = _integer(text, "num_hidden_layers")
     dtype = kv_dtype or _kv_dtype(text)
-    if "kv_lora_rank" in text:
+    if text.get("kv_lora_rank") is not None:
         latent = _integer(text, "kv_lora_rank") + _integer(text, "qk_rope_head_dim")
         group = KvGroup(layers=layers, kv_heads=1, head_dim=latent, v_head_dim=0, dtype=dtype, replicated=True)
     else:
         heads = _integer(text, "num_attention_heads")
-        kv_heads = text.get("num_key_value_heads") or heads
-        head_dim = text.get("head_dim") or _integer(text, "hidden_size") // heads
+        kv_heads = _integer(text, "num_key_value_heads") if text.get("num_key_value_heads") is not None else heads
+        if text.get("head_dim") is None:
+            head_dim = _integer(text, "hidden_size") // heads
+        else:
+            head_dim = _integer(text, "head_dim")
         if kv_heads % shards and shards % kv_heads:
             raise _unusable(f"num_key_value_heads {kv_heads} and {shards} shards do not divide each other")
         group = KvGroup(
             layers=layers,
             kv_heads=max(1, kv_heads // shards),
             head_dim=head_dim,
-            v_head_dim=head_dim,
+            v_head_dim=_integer(text, "v_head_dim") if text.get("v_head_dim") is not None else head_dim,
             dtype=dtype,
             replicated=kv_heads == 1 < shards,
         )
@@ -201,16 +222,33 @@ def layout_from_model_config(
     return layout
 
 
+def _check_layers_alike(config: dict[str, Any]) -> None:
+    """All layers have full attention, with heads that `num_key_value_heads` counts.
+
+    Raises:
+        BadRequest: not all have, or it is not known.
+    """
+    kinds = config.get("layer_types")
+    if kinds and not (isinstance(kinds, list) and all(each == "full_attention" for each in kinds)):
+        raise _unusable(f"layer_types is {str(kinds)[:100]}; kinds of layers are groups")
+    unknown = [name for name in _SHAPES_UNKNOWN if config.get(name)]
+    if not kinds and config.get("sliding_window") and config.get("use_sliding_window", True):
+        unknown.append("sliding_window")
+    if unknown:
+        value = str(config[unknown[0]])[:100]
+        raise _unusable(f"{unknown[0]} is {value}: what its layers keep is not known here")
+
+
 def _integer(config: dict[str, Any], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise _unusable(f"{name} is {value!r}, expected a positive integer")
+        raise _unusable(f"{name} is {repr(value)[:100]}, expected a positive integer")
     return value
 
 
 def _kv_dtype(config: dict[str, Any]) -> DType:
     named = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    if named not in DTYPE_SIZE_BYTES:
+    if not isinstance(named, str) or named not in DTYPE_SIZE_BYTES:
         raise _unusable(f"dtype {named!r} is not one of {', '.join(DTYPE_SIZE_BYTES)}")
     return cast("DType", named)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -141,13 +142,70 @@ def test_fingerprint_tells_layouts_apart(field: str) -> None:
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
         ({"num_key_value_heads": 6}, "do not divide"),
         ({"torch_dtype": "complex64"}, "'complex64'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "mixes"),
+        ({"torch_dtype": ["bfloat16"]}, "dtype"),
+        ({"num_key_value_heads": -8}, "num_key_value_heads is -8"),
+        ({"num_key_value_heads": [3, 4]}, r"num_key_value_heads is \[3, 4\]"),
+        ({"head_dim": 64.0}, "head_dim is 64.0"),
+        ({"head_dim": "64"}, "head_dim is '64'"),
+        ({"v_head_dim": 0}, "v_head_dim is 0"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "kinds of layers are groups"),
+        ({"layer_types": [["full_attention"]]}, "kinds of layers are groups"),
+        ({"layer_types": "full_attention"}, "kinds of layers are groups"),
+        ({"layer_types": 32}, "kinds of layers are groups"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),  # Mistral 7B v0.1, Gemma 2
+        ({"attn_layer_period": 8, "attn_layer_offset": 4}, "attn_layer_period is 8"),  # Jamba
+        ({"layers_block_type": ["recurrent", "attention"]}, "layers_block_type"),  # Zamba 2
+        ({"block_types": ["recurrent", "recurrent", "attention"]}, "block_types"),  # RecurrentGemma
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),  # Nemotron-H
+        ({"full_attention_interval": 4}, "full_attention_interval"),  # Qwen3-Next
+        ({"attention_chunk_size": 8192}, "attention_chunk_size"),  # Llama 4
+        ({"multi_query": True}, "multi_query is True"),  # Falcon 7B
+        ({"index_head_dim": 128}, "index_head_dim"),  # DeepSeek V3.2
+        ({"cross_attention_layers": [3, 8]}, "cross_attention_layers"),  # Llama 3.2 Vision
     ],
 )
 def test_unusable_model_configs_are_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
     """A config that shapes no uniform cache is refused, and the message names the field."""
     with pytest.raises(RequestError, match=words):
         layout_from_model_config({**LLAMA_31_8B, **change}, block_size=16, shards=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": ["full_attention"] * 32, "sliding_window": 4096},
+        {"sliding_window": 131_072, "use_sliding_window": False},  # Qwen 2.5
+        {"sliding_window": None, "multi_query": False, "is_encoder_decoder": False, "head_dim": None},
+    ],
+)
+def test_fields_that_say_nothing_of_a_model_are_passed_over(change: dict[str, Any]) -> None:
+    """A field that is off, or that others overrule, refuses no model."""
+    plain = layout_from_model_config(LLAMA_31_8B, block_size=16, shards=4)
+    assert layout_from_model_config({**LLAMA_31_8B, **change}, block_size=16, shards=4) == plain
+
+
+def test_v_may_have_another_size_than_k() -> None:
+    """As in models with `v_head_dim` beside `head_dim`."""
+    config = {**LLAMA_31_8B, "head_dim": 192, "v_head_dim": 128}
+    (group,) = layout_from_model_config(config, block_size=16, shards=4).groups
+    assert (group.head_dim, group.v_head_dim) == (192, 128)
+
+
+#: The fields that are read.
+FIELDS = (*LLAMA_31_8B, "head_dim", "v_head_dim", "layer_types", "kv_lora_rank", "qk_rope_head_dim", "text_config")
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=3))
+def test_no_value_of_a_model_config_raises_anything_else(changes: dict[str, Any]) -> None:
+    """Whatever JSON stands in a field: a layout with whole numbers, or a refusal."""
+    with suppress(RequestError):
+        layout = layout_from_model_config({**LLAMA_31_8B, **changes}, block_size=16, shards=1)
+        assert isinstance(layout.bytes_per_block(), int)
 
 
 @pytest.mark.parametrize("sizes", [{"layers": 0}, {"kv_heads": -1}, {"scale_bytes": -1}, {"head_dim": 1 << 60}])
