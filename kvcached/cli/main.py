@@ -143,14 +143,16 @@ class GroupedCommands(click.Group):
 @click.pass_context
 def main(context: click.Context, endpoint: str | None, server_key: str, key_file: Path | None) -> None:
     """The KV-cache daemon for the LLM inference engines of one node."""
-    if endpoint is None:
+    is_option = context.get_parameter_source("endpoint") is ParameterSource.COMMANDLINE
+    is_here = context.invoked_subcommand in _HERE_ONLY
+    if endpoint is None or (is_here and not is_option):  # the variable is for the other commands
         return
     if not endpoint.startswith("tcp://"):
-        raise click.UsageError(f"--endpoint {endpoint!r} is none: give tcp://HOST:PORT")
-    if context.invoked_subcommand not in _HERE_ONLY:
-        context.obj = Remote(endpoint, server_key, key_file)
-    elif context.get_parameter_source("endpoint") is ParameterSource.COMMANDLINE:
+        name = "--endpoint" if is_option else "KVCACHED_ENDPOINT"
+        raise click.UsageError(f"{name} {endpoint!r} is none: give tcp://HOST:PORT")
+    if is_here:
         raise click.UsageError(f"{context.invoked_subcommand} asks no daemon on another machine: omit --endpoint")
+    context.obj = Remote(endpoint, server_key, key_file)
 
 
 for _command in (

@@ -277,6 +277,16 @@ def test_cli_endpoint_that_names_no_daemon_is_wrong_usage(arguments: list[str], 
     assert says in " ".join(result.stderr.split())
 
 
+def test_cli_endpoint_of_the_environment_is_for_commands_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that names no daemon fails what would ask that daemon, and nothing else."""
+    monkeypatch.setenv("KVCACHED_ENDPOINT", "foo")
+
+    assert [run(*arguments).exit_code for arguments in (["version"], ["check-config", "--config", GOOD])] == [0, 0]
+    asked = run("health")
+    assert asked.exit_code == ExitCode.USAGE
+    assert "KVCACHED_ENDPOINT 'foo' is none: give tcp://HOST:PORT" in asked.stderr
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["version"], ["--help"], ["check-config", "--config", GOOD]])
 def test_cli_says_that_its_output_cannot_be_written(arguments: list[str], unbuffered: str) -> None:
