@@ -56,6 +56,18 @@ _log_format_option = click.option(
 )
 
 
+class _SocketPath(click.Path):
+    """The path of a socket. `Path` itself takes no name for the directory that somebody happens to be in."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """The path, or wrong usage."""
+        if not str(value):
+            self.fail("names no socket: give its path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command(epilog=EPILOG)
 @_config_option
 @_overlay_options
@@ -116,7 +128,7 @@ def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> 
 @_log_format_option
 @click.option(
     "--keeper",
-    type=click.Path(path_type=Path),
+    type=_SocketPath(path_type=Path),
     show_default="none",
     help="Socket of `kvcached keep`, which keeps the memory beyond the end of this process and its container.",
 )
@@ -151,7 +163,7 @@ def supervise(
 @click.option(
     "--socket",
     "socket_path",
-    type=click.Path(path_type=Path),
+    type=_SocketPath(path_type=Path),
     required=True,
     help="Where to listen: in a directory that this container and that of `kvcached supervise` share.",
 )

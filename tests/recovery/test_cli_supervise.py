@@ -53,6 +53,17 @@ def test_cli_supervise_hands_its_arguments_on(
     assert calls == [(serve, Policy(failed_starts_max=failed_starts_max), keeper, check)]
 
 
+@pytest.mark.parametrize("command", [["supervise", "--keeper", "", "--config", CONFIG], ["keep", "--socket", ""]])
+def test_cli_refuses_a_keeper_without_a_path(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty path, as of a variable that is not set, is wrong usage: nobody waits for a keeper at it."""
+    monkeypatch.setattr(kvcached.recovery.supervise, "supervise", lambda *_: 0)
+
+    result = CliRunner().invoke(main, command)
+
+    assert result.exit_code == ExitCode.USAGE
+    assert "names no socket: give its path" in result.stderr
+
+
 def test_cli_supervise_uses_the_exit_codes_of_the_command() -> None:
     """What the supervisor calls a failed start and wrong usage are the command's exit codes for them."""
     assert (START_FAILED, WRONG_USAGE) == (ExitCode.START_FAILED, ExitCode.USAGE)
