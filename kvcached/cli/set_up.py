@@ -63,7 +63,10 @@ def init(engine: str, disk: Path | None, directory: Path, *, force: bool) -> Non
         fail(
             ExitCode.USAGE, "--disk needs --for vllm: the configuration for engines has no storage; see docs/storage.md"
         )
-    directory = directory.absolute()
+    try:
+        directory = directory.absolute()
+    except FileNotFoundError:  # of where this runs, from which a relative path starts
+        fail(ExitCode.USAGE, f"{directory}: the current directory was removed; change to another one")
     configuration = directory / _CONFIGURATION
     for path in (configuration, disk):
         if path is not None and not str(path).isprintable():

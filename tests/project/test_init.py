@@ -166,3 +166,16 @@ def test_init_refuses_paths_that_no_file_can_name(disk: str, directory: str, tmp
 
     assert (refused.exit_code, refused.stdout, list(tmp_path.iterdir())) == (ExitCode.USAGE, "", [])
     assert "has characters that no unit can name" in refused.stderr
+
+
+def test_cli_init_in_a_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing that a relative path could start from: wrong usage, and no traceback."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    result = init("new")
+
+    assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+    assert result.stderr == "kvcached: new: the current directory was removed; change to another one\n"
