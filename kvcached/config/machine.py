@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import shlex
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -184,15 +185,24 @@ def _disk(places: Places, table: Mapping[str, Any], at: Location, *, is_restart:
 
 
 def _key_file(config: Config, path: Path) -> Iterator[Problem]:
-    at = (_STORAGE, "key_file")
+    at, value = (_STORAGE, "key_file"), str(path)
     if importlib.util.find_spec("cryptography") is None:
         what, fix = "needs the package cryptography", "pip install cryptography"
-        yield config.places.problem(at, str(path), what, fix)
+        yield config.places.problem(at, value, what, fix)
     try:
         read_secret(path)
     except StorageUnusable as error:
         what, _, fix = str(error).removeprefix("encryption: ").partition("; ")
-        yield config.places.problem(at, str(path), what, fix)
+        yield _without_secret(config, at, value, what, fix)
+
+
+def _without_secret(config: Config, at: Location, value: str, what: str, fix: str) -> Problem:
+    """A problem with a file of a secret: where its name may be the secret itself, the words have none, either."""
+    if config.places.may_be_secret(at, value):
+        for name in (shlex.quote(value), value):
+            what, fix = what.replace(name, "FILE"), fix.replace(name, "FILE")
+        fix += "; what is written there is not repeated, in case it is the secret itself"
+    return config.places.problem(at, value, what, fix)
 
 
 def _cuda(config: Config) -> Iterator[Problem]:
@@ -222,7 +232,8 @@ def _tcp(config: Config) -> Iterator[Problem]:
         read_key_file(config.tcp.key_file)
     except RequestError as error:
         at, value = ("tcp", "key_file"), str(config.tcp.key_file)
-        yield config.places.problem(at, value, error.message.removeprefix(f"key file {value}").lstrip(": "), error.fix)
+        what = error.message.removeprefix(f"key file {value}").lstrip(": ")
+        yield _without_secret(config, at, value, what, error.fix)
 
 
 def _access(config: Config) -> Iterator[Problem]:

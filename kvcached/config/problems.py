@@ -27,6 +27,8 @@ _WHAT = {
     "greater_than_equal": "is too small",
     "less_than_equal": "is too large",
     "model_type": "is no table",
+    "path_type": "is no path",
+    "is_instance_of": "is no path",  # the only keys whose type is a class are paths
     "multiple_of": "is no multiple",
     "literal_error": "is none of the choices",
     "string_pattern_mismatch": "has characters that are not allowed",
@@ -39,6 +41,10 @@ _NEW_NAMES = {"attached": "offload"}
 #: What the names of secrets have in them. In the table of a backend's settings, any key may be for one.
 _SECRETS = re.compile("password|secret|token|key", re.IGNORECASE)
 _MAY_HOLD_SECRETS = ("storage", "settings")
+#: Keys with this suffix name the file of a secret, and somebody may have written the secret itself there.
+_FILE_SUFFIX = "_file"
+#: What certainly is a path begins so. Passwords, and keys in hex digits, do not.
+_PATHS_BEGIN = ("/", "./", "../")
 _UNITS = {"_ms": "milliseconds", "_tokens": "tokens"}
 #: Keys with these suffixes are sizes (`kvcached.config.tables.SIZE`).
 _SIZE_SUFFIXES = ("_bytes", "_bytes_per_s")
@@ -92,11 +98,13 @@ class Places:
         path: the file's path; "" for a configuration that was not read from a file.
         lines: the line of each location in the file.
         overlays: for each value from elsewhere, location → name of the option or variable.
+        written: all values as they were written.
     """
 
     path: str = field(default="", compare=False)
     lines: Mapping[Location, int] = field(default_factory=dict, compare=False)
     overlays: Mapping[Location, str] = field(default_factory=dict, compare=False)
+    written: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def source(self, location: Location) -> str:
         """The option, variable or line that a value, or the table around it, comes from."""
@@ -109,13 +117,20 @@ class Places:
 
     def problem(self, location: Location, value: object, what: str, fix: str) -> Problem:
         """A mistake at a location; `value` is None if there is no value, or if it is a table."""
+        is_told = value is not None and not self.may_be_secret(location, value)
         return Problem(
-            self.source(location),
-            dotted(location) or "configuration",
-            _written(value) if value is not None else "",
-            what,
-            fix,
+            self.source(location), dotted(location) or "configuration", _written(value) if is_told else "", what, fix
         )
+
+    def may_be_secret(self, location: Location, value: object) -> bool:
+        """Whether a value stands where the file of a secret is named, and may be that secret: no message repeats it."""
+        if not location or not str(location[-1]).endswith(_FILE_SUFFIX):
+            return False
+        found: Any = self.written
+        for step in location:
+            found = found.get(step) if isinstance(found, Mapping) else None
+        text = value if found is None else found
+        return not isinstance(text, str) or not text.startswith(_PATHS_BEGIN)
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], places: Places, inside: Location = ()) -> list[Problem]:
@@ -212,8 +227,8 @@ def expectation(key: str, schema: Mapping[str, Any]) -> str:
         return {"array": f"an array of {items}", "boolean": "true or false", "object": "a table"}[schema["type"]]
     if schema.get("format") == "path":
         return "a path"
-    characters = f"{schema['maxLength']} characters" if "maxLength" in schema else "any length"
-    return f"text of {characters} at most" + (f", matching {schema['pattern']}" if "pattern" in schema else "")
+    text = f"text of {schema['maxLength']} characters at most," if "maxLength" in schema else "text"
+    return f"{text} matching {schema['pattern']}" if "pattern" in schema else text.rstrip(",")
 
 
 def _expected_number(key: str, schema: Mapping[str, Any]) -> str:

@@ -281,7 +281,7 @@ def load_config(
     for key, value in (options or {}).items():
         overlays[key,] = f"option --{key.replace('_', '-')}"
         settings[key] = value
-    places = Places(str(path), key_lines(text), overlays)
+    places = Places(str(path), key_lines(text), overlays, settings)
     try:
         return Config.model_validate(settings, context={"directory": path.parent, "places": places})
     except ValidationError as error:

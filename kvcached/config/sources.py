@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ def _read(path: Path) -> str:
         data = file.read(CONFIG_BYTES_MAX + 1)
     if len(data) > CONFIG_BYTES_MAX:
         raise ValueError(f"it has more than {CONFIG_BYTES_MAX} bytes")
-    return data.decode()
+    return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
 
 
 def _unreadable(path: Path, what: str, fix: str) -> ConfigError:
@@ -64,14 +65,29 @@ _SERVICE_ADDRESS: Final = re.compile(r"(tcp|udp|sctp)://[^/]+:[0-9]+")
 
 
 def overlay_environment(settings: dict[str, Any], environment: Mapping[str, str]) -> dict[Location, str]:
-    """Put every variable's value over `settings`. Returns where each went, and what it is called in messages."""
+    """Put every variable's value over `settings`. Returns where each went, and what it is called in messages.
+
+    Raises:
+        ConfigError: the name of one is no text, so that it can be no key.
+    """
     overlays: dict[Location, str] = {}
     for name, value in sorted(environment.items()):
         is_ours = name.startswith(ENVIRONMENT_PREFIX) and name not in _OTHERS
         if is_ours and value and not _is_service_link(name, value):
+            _check_is_text(name)
             location = _overlay(settings, _environment_location(name), _environment_value(value))
             overlays[location] = f"environment {name}"
     return overlays
+
+
+def _check_is_text(name: str) -> None:
+    """Refuse a name with bytes that are no UTF-8, which Python has as characters that nothing can write."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(name).decode("utf-8", "backslashreplace")
+        fix = "unset it, or give it the name of a key"
+        raise ConfigError([Problem(f"environment {shown}", "name", "", "is not UTF-8", fix)]) from None
 
 
 def _is_service_link(name: str, value: str) -> bool:

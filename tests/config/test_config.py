@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from kvcached.build import host_quota as daemon_quota
 from kvcached.config.access import AccessConfig, EngineAccess
 from kvcached.config.events import EventsConfig
-from kvcached.config.problems import ConfigError, Problem, key_lines
+from kvcached.config.problems import ConfigError, Problem, expectation, key_lines
 from kvcached.config.quota import NamespaceQuota, QuotaConfig, TenantQuota
 from kvcached.config.replica import GroupConfig, ReplicaConfig
 from kvcached.config.report import as_toml, figures_of
@@ -387,6 +387,29 @@ def test_config_takes_options_over_environment(tmp_path: Path) -> None:
 def test_config_error_names_the_variable(name: str, value: str, expected: str, tmp_path: Path) -> None:
     """A mistake in the environment is reported under the variable's name, an unknown variable included."""
     assert problems(tmp_path, GOOD, {name: value})[0].startswith(f"environment {name}: {expected}")
+
+
+def test_config_error_names_a_variable_that_is_no_text(tmp_path: Path) -> None:
+    """A variable whose name is not UTF-8 is refused, with bytes that people can read, and one of others is not."""
+    (refused,) = problems(tmp_path, GOOD, {"KVCACHED_X\udcff": "1"})
+    assert refused.startswith("environment KVCACHED_X\\xff: name: is not UTF-8; unset it")
+    assert load(tmp_path, GOOD, {"OTHER_X\udcff": "1"}) == load(tmp_path, GOOD)
+
+
+def test_config_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Editors write one, and no line of the file is another one for it."""
+    assert load(tmp_path, f"\ufeff{GOOD}") == load(tmp_path, GOOD)
+    (refused,) = problems(tmp_path, f"\ufeffx = 1\n{GOOD}")
+    assert refused.startswith("kvcached.toml:1: x = 1: there is no such key")
+
+
+def test_config_expects_text_without_a_limit_in_words() -> None:
+    """A key that takes text of any length says what the text has to match, and no length."""
+    table = {"type": "string", "pattern": "^a$"}
+    assert [expectation("x", {**table, **more}) for more in ({}, {"maxLength": 9})] == [
+        "text matching ^a$",
+        "text of 9 characters at most, matching ^a$",
+    ]
 
 
 def test_config_error_names_the_option(tmp_path: Path) -> None:

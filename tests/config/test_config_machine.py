@@ -68,7 +68,7 @@ BAD = {
     "file as directory": ("{disk}", "/proc/version/x", "cannot be made: /proc/version cannot be written"),
     "key file": (
         "[storage]\n",
-        '[storage]\nkey_file = "no"\n',
+        '[storage]\nkey_file = "./no"\n',
         ':8: storage.key_file = "no": the key file no: No such',
     ),
 }
