@@ -23,6 +23,8 @@ from kvcached.config.tables import HostConfig
 from kvcached.process.user_names import UnknownUser, resolve
 from kvcached.recovery.run_dir import is_claimed
 from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
+from kvcached.server.attach import DESCRIPTORS_SHARE
+from kvcached.server.connections import limit_needed
 from kvcached.storage.backend import DISK, GROUP, StorageUnusable
 from kvcached.storage.disk.directory import CAPACITY_BYTES_MIN, DiskSettings, existing_part, refusal
 from kvcached.storage.encryption.backend import read_secret
@@ -256,9 +258,12 @@ def _size(size_bytes: int) -> str:
 
 
 #: Of the daemon without workers and engines: sockets, event loop, files, the storage process.
-_DESCRIPTORS_MIN: Final = 48
-#: Of one shard: its memory and its page, its worker and its connection, and those that a start takes.
-_DESCRIPTORS_PER_WORKER: Final = DESCRIPTORS_MAX + 9
+_DESCRIPTORS_MIN: Final = 32
+#: Of one shard: its memory and its page, its worker and its connection. A start takes some of the reserve for a moment.
+_DESCRIPTORS_PER_WORKER: Final = DESCRIPTORS_MAX + 3
+#: At the socket that has the smallest share of those that an engine needs. An engine of a node with eight devices has
+#: nine processes.
+_CONNECTIONS_MIN: Final = 16
 #: The ledger, logs, and the lock files.
 _FILE_BYTES_MIN: Final = 1 << 20
 
@@ -274,7 +279,8 @@ def raise_limits(config: Config) -> None:
         LimitTooLow: the hard ones do not suffice for what is configured.
     """
     workers = sum(replica.shards for replica in config.replica)
-    descriptors = _DESCRIPTORS_MIN + workers * _DESCRIPTORS_PER_WORKER
+    own = _DESCRIPTORS_MIN + workers * _DESCRIPTORS_PER_WORKER
+    descriptors = limit_needed(own, _CONNECTIONS_MIN, DESCRIPTORS_SHARE)
     _raise(resource.RLIMIT_NOFILE, descriptors, "open files", "ulimit -Hn, or LimitNOFILE= of the unit")
     pools = [replica.layout.pool_bytes(replica.slot_count) for replica in config.replica]
     host_bytes = 0 if config.host is None else config.host.slabs * config.host.slab_bytes

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import time
 from collections import Counter
@@ -95,6 +96,7 @@ class ConnectionLimits(NamedTuple):
         reserved: of `connections`, those for users who operate the daemon.
         half_open: not admitted yet.
         descriptor: connections with this descriptor or a higher one are not admitted.
+        is_cut: there would be more of them where this process may open more files.
     """
 
     connections: int
@@ -103,14 +105,14 @@ class ConnectionLimits(NamedTuple):
     reserved: int
     half_open: int
     descriptor: int
+    is_cut: bool = False
 
     @classmethod
     def within(cls, connections_max: int, share: float) -> ConnectionLimits:
         """At most `connections_max`, or where this process may open few files, `share` of those left."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         reserved = min(DESCRIPTORS_RESERVED, limit // 2)
-        descriptor = limit - reserved
-        free = max(descriptor - len(list(Path("/proc/self/fd").iterdir())), 0)
+        free = _left(limit, _open_files())
         connections = min(connections_max, int(free * share))
         return cls(
             connections,
@@ -118,8 +120,25 @@ class ConnectionLimits(NamedTuple):
             max(connections // _USERS_TO_FILL, _PER_PROCESS_MIN),
             connections // _RESERVED_DIVISOR,
             min(HALF_OPEN_MAX, reserved // 4),
-            descriptor,
+            limit - reserved,
+            connections < connections_max,
         )
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _left(limit: int, open_files: int) -> int:
+    """Descriptors that connections of all sockets may have, where this process may have `limit` files open."""
+    return max(limit - min(DESCRIPTORS_RESERVED, limit // 2) - open_files, 0)
+
+
+def limit_needed(open_files: int, connections: int, share: float) -> int:
+    """The lowest limit of open files with which a socket that has this share of what is left has these connections."""
+    wanted = math.ceil(connections / share)
+    low = open_files + wanted
+    return next(limit for limit in range(low, low + DESCRIPTORS_RESERVED + 1) if _left(limit, open_files) >= wanted)
 
 
 class _Place:
@@ -266,6 +285,9 @@ class Connections(Generic[C]):
         if not grants.is_own and self._of_user[user] >= limits.per_user:
             raise _too_many(f"{grants.user} has {limits.per_user} connections")
         room = limits.connections - (0 if Role.OPERATE in grants.roles else limits.reserved)
+        if self._admitted >= room and limits.is_cut:
+            left = f"the limit of open files leaves room for {limits.connections}"
+            raise no_descriptors(f"{self._admitted} connections are open, and {left}")
         if self._admitted >= room:
             raise _too_many(f"{self._admitted} connections are open")
         if place.descriptor >= limits.descriptor:
@@ -278,11 +300,11 @@ def _count_down(counts: Counter[K], whose: K) -> None:
         del counts[whose]
 
 
-def no_descriptors() -> RequestError:
+def no_descriptors(message: str = "the daemon keeps its last descriptors for itself") -> RequestError:
     """What is told to who would take a descriptor that the daemon keeps for itself."""
     return request_error(
         ErrorCode.LIMIT,
-        "the daemon keeps its last descriptors for itself",
+        message,
         "allow the daemon more open files (LimitNOFILE, ulimit -n), or close connections",
     )
 

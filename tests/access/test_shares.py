@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from kvcached.server import connections as connections_module
 from kvcached.server import held as held_module
 from kvcached.server import rpc as server_module
 from kvcached.server.connection import Connection
-from kvcached.server.connections import ConnectionLimits, Connections
+from kvcached.server.connections import ConnectionLimits, Connections, limit_needed
 from kvcached.server.local import LocalDoor
 from kvcached.server.rpc import RpcServer
 from kvcached_client.errors import ErrorCode, RequestError
@@ -82,6 +83,41 @@ def test_user_with_many_processes_fills_its_own_share() -> None:
         assert places.fill(LOOKER, range(100, 200)) == LIMITS.per_user
         assert places.fill(replace(LOOKER, uid=SOMEBODY + 1), range(200, 300)) == LIMITS.per_user
         places.admit(OWN, 1)
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("open_files", [10, 150, 1000])
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_limit_of_open_files_that_is_needed_is_the_lowest(
+    open_files: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it, a socket has as many connections as are wanted; with less it has not."""
+    monkeypatch.setattr(connections_module, "_open_files", lambda: open_files)
+
+    def made(limit: int) -> int:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        return ConnectionLimits.within(1000, share).connections
+
+    needed = limit_needed(open_files, 16, share)
+
+    assert [made(needed), made(needed + 100) >= 16] == [16, True]
+    assert made(needed - 2) < 16
+
+
+def test_socket_without_room_names_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the limit leaves room for nobody, nobody is told to close connections that there are not."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    monkeypatch.setattr(connections_module, "_open_files", lambda: 50)
+    limits = ConnectionLimits.within(1024, 0.5)
+
+    def test() -> None:
+        with pytest.raises(RequestError) as refused:
+            Places(limits).admit(OWN, 1)
+        assert refused.value.code is ErrorCode.LIMIT
+        said = "0 connections are open, and the limit of open files leaves room for 0"
+        assert refused.value.message == said
+        assert "ulimit -n" in refused.value.fix
 
     in_loop(test)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 import kvcached.__main__
 
-DESCRIPTORS = 256
+#: Of its environment; without it, the daemon may open as many as stand here.
+VARIABLE = "OPEN_FILES"
+DESCRIPTORS = 320
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    limit = int(os.environ.get(VARIABLE, DESCRIPTORS))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     kvcached.__main__.run()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from kvcached.recovery.run_dir import EPOCH_MAX
 from kvcached.recovery.state_file import sealed
 from kvcached_client import Admin, Client
 from tests.daemon.conftest import CONFIG, started
+from tests.daemon.few_descriptors import VARIABLE
 from tests.daemon.starts import start
 from tests.daemon.supervised import Supervised, supervised
 from tests.daemon.test_offload import config
@@ -26,6 +29,8 @@ from tests.project.daemon_process import STOP_TIMEOUT_S, running_daemon
 
 SERVES, REFUSES, WRONG = 0, 3, 2
 BLOCKS = 3
+#: With an engine's two, as many connections as one process always has.
+OPERATORS = 6
 
 
 class Case(NamedTuple):
@@ -107,6 +112,24 @@ def test_start_where_something_is_wrong(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in found.log, found.log
     assert (found.is_ready, found.status) == (case.status == SERVES, case.status), found.log
     assert case.told in found.log
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_lowest_limit_of_open_files_that_is_accepted_suffices(shards: int, tmp_path: Path) -> None:
+    """A daemon that is ready has room for connections: one that may open fewer files does not start, and says so."""
+    path = tmp_path / "kvcached.toml"
+    path.write_text(CONFIG.replace("shards = 1", f"shards = {shards}"))
+    refused = start(path, tmp_path / "run", prefix=limit("--nofile=8:8"))
+    lowest = re.search(r"this configuration needs (\d+); raise it", refused.log)
+    assert lowest is not None, refused.log
+
+    few = "tests.daemon.few_descriptors"
+    with ExitStack() as parts:
+        parts.enter_context(running_daemon(path, tmp_path / "run", program=few, variables={VARIABLE: lowest[1]}))
+        client = parts.enter_context(Client.connect(tmp_path / "run"))
+        client.acquire("request", client.chain(range(8))).release()
+        for _ in range(OPERATORS):
+            assert parts.enter_context(Admin.connect(tmp_path / "run")).health().ok
 
 
 def test_clients_accept_the_epoch_after_a_damaged_lock(tmp_path: Path) -> None:
