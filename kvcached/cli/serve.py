@@ -102,8 +102,14 @@ def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> 
     from kvcached.config.report import as_toml, effective, figures_of
     from kvcached.recovery.supervise import RESTART_VARIABLE
 
-    is_next = RESTART_VARIABLE in os.environ  # `supervise` asks, and starts a daemon next
-    config = _load(config_path, options, lambda config: check_machine(config, is_trial=not is_next, is_next=is_next))
+    asked_for = os.environ.get(RESTART_VARIABLE, "")  # by `supervise`, which starts a daemon next
+    # Supervisors of earlier versions say 1, which is no daemon of theirs.
+    predecessor = int(asked_for) if asked_for.isdecimal() and asked_for != "1" else 0
+
+    def check(config: Config) -> None:
+        check_machine(config, is_trial=not asked_for, is_next=bool(asked_for), predecessor=predecessor)
+
+    config = _load(config_path, options, check)
     figures = [asdict(figures) for figures in figures_of(config)]
     if as_json:
         print_json({"config": effective(config), "figures": figures})

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ByteSize, ValidationError
 
@@ -21,7 +21,7 @@ from kvcached.config.problems import ConfigError, Location, Places, Problem, pro
 from kvcached.config.schema import Config
 from kvcached.config.tables import HostConfig
 from kvcached.process.user_names import UnknownUser, resolve
-from kvcached.recovery.run_dir import is_claimed
+from kvcached.recovery.run_dir import RunDirUnusable, check_run_dir, is_claimed
 from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
 from kvcached.server.attach import DESCRIPTORS_SHARE
 from kvcached.server.connections import limit_needed
@@ -45,7 +45,9 @@ _SMALLER: Final = "use a smaller size, or raise the limit"
 _HTTP_PACKAGES: Final = ("prometheus_client", "h11")
 
 
-def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = False, is_next: bool = False) -> None:
+def check_machine(
+    config: Config, *, is_trial: bool = False, is_restart: bool = False, is_next: bool = False, predecessor: int = 0
+) -> None:
     """Refuse a configuration that this machine cannot serve.
 
     Args:
@@ -54,11 +56,14 @@ def check_machine(config: Config, *, is_trial: bool = False, is_restart: bool = 
         is_restart: a host pool full of blocks waits for this daemon. A disk, a key file or a package that is away now
             is no reason to lose it: only what no restart can mend is looked at.
         is_next: this daemon is to be started in place of one that still runs, whose pools count as free memory.
+        predecessor: the process of that one, which will have unlocked its run directory by then; 0 if not known.
 
     Raises:
         ConfigError: every reason why not.
     """
     problems = [*_memory(config, is_trial=is_trial), *_storage(config, is_restart=is_restart)]
+    if is_trial or is_next:  # what the start itself finds out at its first steps
+        problems += [*_limits(config), *_run_dir(config, predecessor, is_next=is_next)]
     if is_next and not problems:
         problems += _next_host(config)
     if not is_restart:  # a name service that is away now costs users their access, and not everybody the blocks
@@ -114,6 +119,28 @@ def _next_host(config: Config) -> Iterator[Problem]:
         room = f"{_size(max(0, room_bytes))} left without the pools of now ({source})"
         what = f"the memory of the host pool comes to {_size(size_bytes)}, and there are {room}"
         yield config.places.problem(*_host_size(config.host), what, _SMALLER)
+
+
+def _limits(config: Config) -> Iterator[Problem]:
+    """No limit of this process that is too low for what is configured."""
+    for limit in _needed_limits(config):
+        if (what := limit.refusal()) is not None:
+            yield config.places.problem(*limit.asked_by, *what)
+
+
+def _run_dir(config: Config, predecessor: int, *, is_next: bool) -> Iterator[Problem]:
+    """Not a run directory that the start would refuse. One that nobody wrote may be another one in another shell."""
+    run_dir = config.run_dir
+    if not is_next:
+        is_written = "run_dir" in config.model_fields_set
+        is_of_service = os.geteuid() == 0 and run_dir.exists() and run_dir.stat().st_uid != 0
+        if not is_written or is_of_service:  # root looks at what is for another user
+            return
+    try:
+        check_run_dir(run_dir, predecessor)
+    except RunDirUnusable as error:
+        what, _, fix = str(error).rpartition("; ")
+        yield config.places.problem(("run_dir",), str(run_dir), what, fix)
 
 
 def _largest(config: Config) -> tuple[Location, object]:
@@ -272,24 +299,63 @@ class LimitTooLow(Exception):
     """The message names the limit, what is needed, and how to raise it."""
 
 
+class _Limit(NamedTuple):
+    """A limit of this process, and what is needed of it.
+
+    Attributes:
+        number: the kernel's.
+        needed: how much.
+        what: it is a limit of, in words.
+        how: it is raised.
+        asked_by: the key that asks for most of it, and its value.
+    """
+
+    number: int
+    needed: int
+    what: str
+    how: str
+    asked_by: tuple[Location, object]
+
+    def refusal(self) -> tuple[str, str] | None:
+        """Why the hard limit does not suffice, and what to do; None where it does."""
+        _, hard = resource.getrlimit(self.number)
+        if hard == resource.RLIM_INFINITY or hard >= self.needed:
+            return None
+        what = f"the limit of {self.what} is {hard}, and this configuration needs {self.needed}"
+        return what, f"raise it: {self.how}"
+
+
 def raise_limits(config: Config) -> None:
     """Raise soft limits to the hard ones: memory files and descriptors are many more than a shell's commands have.
 
     Raises:
         LimitTooLow: the hard ones do not suffice for what is configured.
     """
-    workers = sum(replica.shards for replica in config.replica)
-    own = _DESCRIPTORS_MIN + workers * _DESCRIPTORS_PER_WORKER
-    descriptors = limit_needed(own, _CONNECTIONS_MIN, DESCRIPTORS_SHARE)
-    _raise(resource.RLIMIT_NOFILE, descriptors, "open files", "ulimit -Hn, or LimitNOFILE= of the unit")
+    for limit in _needed_limits(config):
+        if (refusal := limit.refusal()) is not None:
+            raise LimitTooLow("; ".join(refusal))
+        _, hard = resource.getrlimit(limit.number)
+        resource.setrlimit(limit.number, (hard, hard))
+
+
+def _needed_limits(config: Config) -> tuple[_Limit, _Limit]:
+    own = _DESCRIPTORS_MIN + sum(replica.shards for replica in config.replica) * _DESCRIPTORS_PER_WORKER
+    shards = [(("replica", number, "shards"), replica.shards) for number, replica in enumerate(config.replica)]
     pools = [replica.layout.pool_bytes(replica.slot_count) for replica in config.replica]
     host_bytes = 0 if config.host is None else config.host.slabs * config.host.slab_bytes
-    largest = max([_FILE_BYTES_MIN, host_bytes, *pools])
-    _raise(resource.RLIMIT_FSIZE, largest, "the size of files", "ulimit -Hf, or LimitFSIZE= of the unit")
-
-
-def _raise(number: int, needed: int, what: str, how: str) -> None:
-    _, hard = resource.getrlimit(number)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise LimitTooLow(f"the limit of {what} is {hard}, and this configuration needs {needed}; raise it: {how}")
-    resource.setrlimit(number, (hard, hard))
+    return (
+        _Limit(
+            resource.RLIMIT_NOFILE,
+            limit_needed(own, _CONNECTIONS_MIN, DESCRIPTORS_SHARE),
+            "open files",
+            "ulimit -Hn, or LimitNOFILE= of the unit",
+            max(shards, key=lambda each: each[1], default=((), None)),
+        ),
+        _Limit(
+            resource.RLIMIT_FSIZE,
+            max([_FILE_BYTES_MIN, host_bytes, *pools]),
+            "the size of files",
+            "ulimit -Hf, or LimitFSIZE= of the unit",
+            _largest(config),
+        ),
+    )

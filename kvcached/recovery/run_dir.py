@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -20,6 +21,8 @@ from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, LOCK_NAME, RPC
 EPOCH_MAX: Final = 1 << 48
 _MODE: Final = 0o750
 _ROOT: Final = 0
+#: All locks of files that this process may know of, a line each.
+_LOCKS: Final = Path("/proc/locks")
 #: How much of the lock file is read: more than an epoch and a time take.
 _LOCK_BYTES_MAX: Final = 64
 #: What is in it: the epoch, and when that was, in milliseconds since the boot.
@@ -45,6 +48,7 @@ def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
     """
     with ExitStack() as held:
         try:
+            run_dir.mkdir(mode=_MODE, parents=True, exist_ok=True)
             directory = _open_directory(run_dir)
             held.callback(os.close, directory)
             lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
@@ -54,9 +58,72 @@ def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
             epoch = _next_epoch(lock, run_dir)
             os.pwrite(lock, f"{f'{epoch} {_since_boot_ms()}':<{_LOCK_BYTES_MAX}}".encode(), 0)
         except OSError as error:
-            what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-            raise RunDirUnusable(f"run directory {run_dir}: {what}; mend that, or choose another run_dir") from None
+            raise _unusable(run_dir, error) from None
         return epoch, held.pop_all()
+
+
+def _unusable(run_dir: Path, error: OSError) -> RunDirUnusable:
+    what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return RunDirUnusable(f"run directory {run_dir}: {what}; mend that, or choose another run_dir")
+
+
+def check_run_dir(run_dir: Path, predecessor: int = 0) -> None:
+    """Refuse what `claim_run_dir` would refuse. Makes nothing, and locks nothing.
+
+    Args:
+        run_dir: the run directory.
+        predecessor: the daemon that ends before the next one starts, so that its lock is no reason; 0 = any daemon is.
+
+    Raises:
+        RunDirUnusable: as `claim_run_dir`.
+    """
+    try:
+        if not os.path.lexists(run_dir):
+            _check_can_be_made(run_dir)
+            return
+        directory = _open_directory(run_dir)
+        try:
+            _check_lock_file(directory, run_dir, predecessor)
+        finally:
+            os.close(directory)
+        _check_sockets(run_dir)
+    except OSError as error:
+        raise _unusable(run_dir, error) from None
+
+
+def _check_can_be_made(path: Path) -> None:
+    there = next(part for part in path.parents if os.path.lexists(part))
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
+def _check_lock_file(directory: int, run_dir: Path, predecessor: int) -> None:
+    try:
+        lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    except FileNotFoundError:
+        if not os.access(run_dir, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run_dir)) from None
+        return
+    try:
+        status = os.fstat(lock)
+    finally:
+        os.close(lock)
+    if not stat.S_ISREG(status.st_mode):
+        raise _no_lock_file(run_dir)
+    if predecessor and _holders(status) - {predecessor}:
+        raise _locked(run_dir)
+
+
+def _holders(status: os.stat_result) -> set[int]:
+    """The processes that have locked a file, as far as the kernel says here: to lock it would keep a daemon out."""
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        locks = [line.split() for line in _LOCKS.read_text().splitlines()]
+    except OSError:
+        return set()
+    return {int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5] == place}
 
 
 def is_claimed(run_dir: Path) -> bool:
@@ -77,7 +144,6 @@ def is_claimed(run_dir: Path) -> bool:
 
 def _open_directory(run_dir: Path) -> int:
     """Open the directory; from then on no other user can replace it."""
-    run_dir.mkdir(mode=_MODE, parents=True, exist_ok=True)
     found = run_dir.lstat()
     is_link = stat.S_ISLNK(found.st_mode)
     if is_link and found.st_uid not in {_ROOT, os.geteuid()}:
@@ -87,7 +153,9 @@ def _open_directory(run_dir: Path) -> int:
     status = os.fstat(directory)
     fault = ""
     if status.st_uid != os.geteuid():
-        fault = f"{run_dir} belongs to another user; choose another run_dir"
+        own = os.geteuid()
+        what = f"{run_dir} belongs to user {status.st_uid}, and this is user {own}"
+        fault = f"{what}; run this as the daemon's user, or choose another run_dir"
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         fault = f"others may write into {run_dir}, and so replace its sockets; chmod go-w it"
     if fault:
@@ -98,11 +166,19 @@ def _open_directory(run_dir: Path) -> int:
 
 def _lock(lock: int, run_dir: Path) -> None:
     if not stat.S_ISREG(os.fstat(lock).st_mode):
-        raise RunDirUnusable(f"{run_dir / LOCK_NAME} is no file; remove it")
+        raise _no_lock_file(run_dir)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RunDirUnusable(f"another daemon runs in {run_dir}; stop it, or choose another run_dir") from None
+        raise _locked(run_dir) from None
+
+
+def _no_lock_file(run_dir: Path) -> RunDirUnusable:
+    return RunDirUnusable(f"{run_dir / LOCK_NAME} is no file; remove it")
+
+
+def _locked(run_dir: Path) -> RunDirUnusable:
+    return RunDirUnusable(f"another daemon runs in {run_dir}; stop it, or choose another run_dir")
 
 
 def _check_sockets(run_dir: Path) -> None:

@@ -54,9 +54,9 @@ SILENCE_MAX_S: Final = 30.0
 KILL_AFTER_S: Final = 3.0
 #: How long a look at the configuration may take before SIGHUP restarts a daemon that runs.
 CHECK_MAX_S: Final = 30.0
-#: Set for the check at SIGHUP: the next daemon gets the memory of the one that runs, or that is free by then, so that
-#: what is left beside it says nothing. It is no option, which a `check-config` of another version might not know, and
-#: no KVCACHED_ variable, which would be taken for a key of the configuration.
+#: Set for the check at SIGHUP, to the daemon's process: the next daemon gets the memory of that one, or memory that is
+#: free by then, so that what is left beside it says nothing. It is no option, which a `check-config` of another version
+#: might not know, and no KVCACHED_ variable, which would be taken for a key of the configuration.
 RESTART_VARIABLE: Final = "CHECKED_BEFORE_RESTART"
 #: Exit status: the daemon could not be started.
 START_FAILED: Final = 3
@@ -263,7 +263,7 @@ class _Supervisor:
             self._restart()
             return
         try:
-            self._check = Trial(self._check_command, {RESTART_VARIABLE: "1"})
+            self._check = Trial(self._check_command, {RESTART_VARIABLE: str(self._pid)})
         except OSError as error:
             self._refuse_restart(f"the configuration cannot be checked: {error}")
         else:

@@ -4,8 +4,10 @@ import fcntl
 import json
 import os
 import pwd
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from kvcached.config.machine import check_machine
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached.process import user_names
+from kvcached.recovery.run_dir import claim_run_dir
 from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, boot_id
 from kvcached.recovery.supervise import RESTART_VARIABLE
 from kvcached.storage.backend import GROUP
@@ -306,6 +309,116 @@ def test_memory_of_a_daemon_that_is_to_be_restarted_counts_as_free(
     record = HostPoolRecord(device=1, inode=1, slabs=host.slabs, slab_bytes=host.slab_bytes, allocated={})
     LedgerFile(run_dir / LEDGER_NAME).write(Ledger(boot=boot_id(), epoch=1, host=record))
     assert exit_code(HOST, RESTART_VARIABLE, shared_bytes=0) == 0
+
+
+def next_problems(config: Config, predecessor: int = 0) -> list[str]:
+    try:
+        check_machine(config, is_next=True, predecessor=predecessor)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def test_limit_of_open_files_is_looked_at_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both checks say with the shards' line what the start would end for; `serve` ends with its own status."""
+    text = (ROOT / "configs/cpu-tp2.toml").read_text()
+    assert problems(tmp_path, text) == []
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda number: (64, 64) if number == resource.RLIMIT_NOFILE else (-1, -1)
+    )
+
+    (refused,) = problems(tmp_path, text)
+    assert "replica[0].shards = 2: the limit of open files is 64, and this configuration needs " in refused
+    assert refused.endswith("; raise it: ulimit -Hn, or LimitNOFILE= of the unit")
+    assert [each.replace(f"{tmp_path}/", "") for each in next_problems(load(tmp_path, text))] == [refused]
+    assert problems(tmp_path, text, is_trial=False) == []
+    (of_nobody,) = problems(tmp_path, HOST)
+    assert "configuration: the limit of open files is 64" in of_nobody
+
+
+def make_for_others(run_dir: Path) -> None:
+    run_dir.mkdir()
+    run_dir.chmod(0o770)
+
+
+def write_socket_name(run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o750)
+    (run_dir / "rpc.sock").touch()
+
+
+def write_lock_directory(run_dir: Path) -> None:
+    (run_dir / LOCK_NAME).mkdir(parents=True)
+
+
+RUN_DIRS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "others may write": (make_for_others, "its sockets; chmod go-w it"),
+    "a file": (lambda run_dir: run_dir.touch(), "Not a directory"),
+    "a link to nothing": (lambda run_dir: run_dir.symlink_to("nothing"), "No such file"),
+    "no socket": (write_socket_name, "rpc.sock is there, and is no socket; remove it, or choose another run_dir"),
+    "no lock file": (write_lock_directory, "daemon.lock; mend that, or choose another run_dir"),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), RUN_DIRS.values(), ids=RUN_DIRS)
+def test_run_directory_that_the_start_would_refuse_is_refused_before(
+    make: Callable[[Path], object], expected: str, tmp_path: Path
+) -> None:
+    """Both checks say it, and change nothing; a directory that is not there is made by the start."""
+    config = load(tmp_path, HOST)
+    assert (problems(tmp_path, HOST), next_problems(config), config.run_dir.exists()) == ([], [], False)
+    make(config.run_dir)
+
+    (refused,) = problems(tmp_path, HOST)
+    assert refused.startswith('option --run-dir: run_dir = "run": ')
+    assert expected in refused
+    assert [each.replace(f"{tmp_path}/", "") for each in next_problems(config)] == [refused]
+    assert problems(tmp_path, HOST, is_trial=False) == []
+
+
+def test_run_directory_that_cannot_be_made_is_refused_before(tmp_path: Path) -> None:
+    """What the path leads through is named."""
+    config = load(tmp_path, HOST)
+    (tmp_path / "file").touch()
+    below = config.model_copy(update={"run_dir": tmp_path / "file/below/run"})
+
+    (refused,) = next_problems(below)
+    assert f"Not a directory: {tmp_path}/file; mend that, or choose another run_dir" in refused
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user's")
+def test_run_directory_of_another_user_is_refused_for_the_next_daemon(tmp_path: Path) -> None:
+    """It runs as the user of the check. To `check-config` of root, it may be that of the daemon's user."""
+    config = load(tmp_path, HOST)
+    config.run_dir.mkdir(mode=0o750)
+    os.chown(config.run_dir, 1001, 1001)
+
+    (refused,) = next_problems(config)
+    assert "belongs to user 1001, and this is user 0; run this as the daemon's user, or choose" in refused
+    assert problems(tmp_path, HOST) == []
+
+
+def test_run_directory_of_another_daemon_is_refused_for_the_next_one(tmp_path: Path) -> None:
+    """The lock of the daemon that is restarted is no reason, and where that is not known, nobody's is."""
+    config = load(tmp_path, HOST)
+    _, held = claim_run_dir(config.run_dir)
+    with held:
+        assert next_problems(config, os.getpid()) == []
+        assert next_problems(config) == []
+        (refused,) = next_problems(config, os.getppid())
+        assert f"another daemon runs in {config.run_dir}; stop it, or choose another run_dir" in refused
+        assert problems(tmp_path, HOST) == []
+    assert next_problems(config, os.getppid()) == []
+
+
+def test_run_directory_that_nobody_wrote_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's environment may name another one; the check before a restart has that environment."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVCACHED_RUN_DIR", str(tmp_path / "file"))
+    (tmp_path / "kvcached.toml").write_text(HOST)
+    config = load_config(tmp_path / "kvcached.toml", environment={})
+
+    check_machine(config, is_trial=True)
+    assert "Not a directory" in next_problems(config)[0]
 
 
 @pytest.mark.parametrize("command", ["serve", "check-config"])

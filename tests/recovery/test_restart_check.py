@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from kvcached.recovery.run_dir import claim_run_dir
 from kvcached.recovery.supervise import RESTART_VARIABLE
 from kvcached_client import Admin
 from tests.project.daemon_process import clean_environment
@@ -88,40 +90,99 @@ def test_stop_does_not_wait_for_the_check(supervised: Callable[..., Any]) -> Non
         assert it.status() == STOPPED_STATUS
 
 
-def test_real_daemon_is_not_stopped_for_a_configuration_that_is_wrong(tmp_path: Path) -> None:
-    """SIGHUP with a broken file leaves the daemon as it is, with one line; with the mended file it is restarted."""
-    config, good = tmp_path / "kvcached.toml", Path(CONFIG).read_text()
-    config.write_text(good)
-    options = ["--config", str(config), "--run-dir", str(tmp_path / "run")]
+class RealSupervisor(NamedTuple):
+    """`kvcached supervise`, whose daemon is ready.
+
+    Attributes:
+        send_hangup: sends SIGHUP.
+        refusal: waits for the line that says why SIGHUP was refused.
+        ready: waits for the daemon that is started next.
+        daemon: the process of the one that serves.
+    """
+
+    send_hangup: Callable[[], None]
+    refusal: Callable[[], str]
+    ready: Callable[[], None]
+    daemon: Callable[[], int]
+
+
+@contextmanager
+def real_supervisor(tmp_path: Path, config: Path, *prefix: str) -> Iterator[RealSupervisor]:
+    """The supervisor of a real daemon; `prefix` is a command that becomes it."""
+    program = [*prefix, sys.executable, "-m", "kvcached", "supervise"]
+    variables = {**clean_environment(), "NOTIFY_SOCKET": str(tmp_path / "notify"), "KVCACHED_RUN_DIR": ""}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
         notices.bind(str(tmp_path / "notify"))
         notices.settimeout(DEADLINE_S)
         with subprocess.Popen(
-            [sys.executable, "-m", "kvcached", "supervise", *options],
-            cwd=ROOT,
-            env={**clean_environment(), "NOTIFY_SOCKET": str(tmp_path / "notify")},
-            stderr=subprocess.PIPE,
-            text=True,
+            [*program, "--config", str(config)], cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True
         ) as supervisor:
-            try:
-                assert notices.recv(100) == b"READY=1"
-                with Admin.connect(tmp_path / "run") as admin:
-                    before = admin.describe().pid
-                config.write_text("log_levle = 'info'\nsession_ttl_ms = 5\n" + good)
-                supervisor.send_signal(signal.SIGHUP)
-                assert supervisor.stderr is not None
-                refused = next(line for line in supervisor.stderr if "SIGHUP" in line)
-                assert (
-                    f"the daemon goes on and is not restarted: {config}:2: session_ttl_ms = 5: is too small" in refused
-                )
-                assert refused.endswith("(and 1 more). Mend that, and send SIGHUP again\n")
-                with Admin.connect(tmp_path / "run") as admin:
-                    assert admin.describe().pid == before
+            lines = supervisor.stderr
+            assert lines is not None
 
-                config.write_text(good)
-                supervisor.send_signal(signal.SIGHUP)
+            def ready() -> None:
                 assert notices.recv(100) == b"READY=1"
+
+            def daemon() -> int:
                 with Admin.connect(tmp_path / "run") as admin:
-                    assert admin.describe().pid != before
+                    return admin.describe().pid
+
+            try:
+                ready()
+                yield RealSupervisor(
+                    lambda: supervisor.send_signal(signal.SIGHUP),
+                    lambda: next(line for line in lines if "SIGHUP" in line),
+                    ready,
+                    daemon,
+                )
             finally:
                 supervisor.kill()
+
+
+def good(tmp_path: Path) -> str:
+    return f'run_dir = "{tmp_path}/run"\n{Path(CONFIG).read_text()}'
+
+
+def test_real_daemon_is_not_stopped_for_a_configuration_that_is_wrong(tmp_path: Path) -> None:
+    """SIGHUP with a broken file leaves the daemon as it is, with one line; with the mended file it is restarted."""
+    config = tmp_path / "kvcached.toml"
+    config.write_text(good(tmp_path))
+    with real_supervisor(tmp_path, config) as it:
+        before = it.daemon()
+        config.write_text("log_levle = 'info'\nsession_ttl_ms = 5\n" + good(tmp_path))
+        it.send_hangup()
+        refused = it.refusal()
+        assert f"the daemon goes on and is not restarted: {config}:2: session_ttl_ms = 5: is too small" in refused
+        assert refused.endswith("(and 1 more). Mend that, and send SIGHUP again\n")
+        assert it.daemon() == before
+
+        config.write_text(good(tmp_path))
+        it.send_hangup()
+        it.ready()
+        assert it.daemon() != before
+
+
+def test_real_daemon_is_not_stopped_for_what_the_next_start_would_end_for(tmp_path: Path) -> None:
+    """A limit that is too low for more shards, and a run directory that is not its alone, are no failed starts."""
+    config, other = tmp_path / "kvcached.toml", tmp_path / "other"
+    config.write_text(good(tmp_path))
+    other.mkdir(mode=0o750)
+    with real_supervisor(tmp_path, config, "prlimit", "--nofile=400:400") as it:
+        before = it.daemon()
+        _, held = claim_run_dir(other)
+        for changed, reason in (
+            (good(tmp_path).replace("[[replica]]\n", "[[replica]]\nshards = 8\n"), "the limit of open files is 400"),
+            (good(tmp_path).replace(f"{tmp_path}/run", str(other)), f"another daemon runs in {other}"),
+        ):
+            assert changed != good(tmp_path)
+            config.write_text(changed)
+            it.send_hangup()
+            refused = it.refusal()
+            assert "the daemon goes on and is not restarted: " in refused
+            assert reason in refused
+            assert it.daemon() == before
+        held.__exit__(None, None, None)
+        other.chmod(0o770)
+        it.send_hangup()
+        assert f"others may write into {other}" in it.refusal()
+        assert it.daemon() == before
