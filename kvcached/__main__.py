@@ -21,6 +21,7 @@ def run() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = _told(sys.stdout)
     signal.signal(signal.SIGINT, _end)
+    os.environ.setdefault(_BLAS_THREADS, "1")
     from kvcached.cli.main import main  # noqa: PLC0415 - takes a tenth of a second, in which Ctrl-C may come
     from kvcached.cli.options import ExitCode, fail  # noqa: PLC0415 - as above
 
@@ -32,6 +33,10 @@ def run() -> None:
             sys.exit(ExitCode.NO_READER)
         fail(ExitCode.USAGE, f"the output cannot be written: {error}")
 
+
+#: NumPy's library for matrices reads it when it is loaded, and starts a thread for each core without it, up to 64. Here
+#: nothing multiplies matrices. Workers and the storage process inherit it: a unit's TasksMax= counts all their threads.
+_BLAS_THREADS: Final = "OPENBLAS_NUM_THREADS"
 
 #: What pictures are drawn with, where an encoding has no such characters: bars, heights, and a gap between heights.
 _PLAIN: Final = dict(zip("█░▁▂▃▄▅▆▇·", "#-1234567.", strict=True))
