@@ -6,6 +6,7 @@ They import what they need when they run, so that the quick ones stay quick.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -85,10 +86,12 @@ def serve(config_path: Path, **options: str | None) -> None:
     daemon = importlib.import_module("kvcached.daemon")
     try:
         code = daemon.run(config)
-    except WrongSetup as error:
-        fail(ExitCode.USAGE, str(error))
     except StartError as error:
-        fail(ExitCode.START_FAILED, str(error))
+        code = ExitCode.USAGE if isinstance(error, WrongSetup) else ExitCode.START_FAILED
+        if config.log_format == "plain":
+            fail(code, str(error))
+        log = logging.getLogger(__name__)
+        log.error("the start failed: %(reason)s", {"reason": str(error)})  # noqa: TRY400 - the reason is for the operator
     sys.exit(code)
 
 

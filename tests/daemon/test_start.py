@@ -159,6 +159,21 @@ def test_nobody_waits_for_who_cannot_be_told(tmp_path: Path) -> None:
     assert start(path, tmp_path / "run", prefix=limit("--fsize=0:0")) == (False, REFUSES, "")
 
 
+def test_failed_start_is_told_in_the_format_of_the_log(tmp_path: Path) -> None:
+    """With `log_format = "json"`, each line of a start that fails is an object, the reason at its end, too."""
+    path = tmp_path / "kvcached.toml"
+    path.write_text(f'log_format = "json"\n{config()}')
+    (tmp_path / "run").touch()
+
+    found = start(path, tmp_path / "run")
+
+    assert (found.is_ready, found.status) == (False, REFUSES)
+    *_, last = [json.loads(line) for line in found.log.splitlines()]
+    assert (last["level"], last["logger"]) == ("error", "kvcached.cli.serve")
+    assert last["message"] == f"the start failed: {last['reason']}"
+    assert f"run directory {tmp_path}/run: File exists" in last["reason"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user's")
 def test_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     """A run directory that another user's link leads to is refused; one's own link is followed."""
