@@ -29,7 +29,7 @@ from kvcached.memory.host_pool import (
     adopt_host_memory,
     create_host_memory,
 )
-from kvcached.recovery.device_pools import PoolMemory, device_pools, kept_device, served_devices
+from kvcached.recovery.device_pools import DEVICE_MEMORY_PREFIX, PoolMemory, device_pools, kept_device, served_devices
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import remove, store, take_stored
 from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, read_ledger
@@ -95,6 +95,9 @@ async def inherit(
         OSError, DeviceError: a new pool cannot be made.
     """
     found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
+    if ledger is not None and (missing := _missing(found, ledger)):
+        why = "the supervisor or the keeper of the daemon before has ended, or there was none"
+        _log.warning("nobody has kept %s for this daemon, and the blocks are lost: %s", " and ".join(missing), why)
     memory = _kept_host(found, host, ledger, dropped, has_offload=has_offload)
     is_kept = memory is not None
     if memory is None:
@@ -102,7 +105,7 @@ async def inherit(
     if memory is None and host is not None:
         memory = create_host_memory(host.slabs, host.slab_bytes)
         if store(HOST_MEMORY_NAME, memory.descriptor):
-            _log.info("the service manager keeps the host pool: it outlives the daemon")
+            _log.info("the service manager keeps the new host pool: it outlives the daemon")
     if memory is not None:
         parts.callback(memory.close)
     asleep = {each.name for each in ledger.replicas if each.asleep} if ledger is not None else set()
@@ -155,6 +158,16 @@ def take_over_timed(
         len(taken.sessions),
     )
     return taken
+
+
+def _missing(found: Mapping[str, list[int]], ledger: Ledger) -> list[str]:
+    """The memory that the ledger names and nobody has handed to this daemon, in words."""
+    names = [] if ledger.host is None or HOST_MEMORY_NAME in found else ["the host pool"]
+    for record in ledger.replicas:
+        shards = (f"{DEVICE_MEMORY_PREFIX}{record.name}-{shard}" for shard in range(len(record.memory)))
+        if not record.asleep and any(shard not in found for shard in shards):
+            names.append(f"the device pool of replica {record.name}")
+    return names
 
 
 def _kept_host(

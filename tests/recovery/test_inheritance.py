@@ -139,6 +139,38 @@ def test_host_pool_that_is_written_in_another_layout_is_not_kept(
     assert not is_kept(tmp_path, OFFLOAD, ledger_of(host, identity_of(os.getpid()), slots=7))
 
 
+@pytest.mark.parametrize("is_given", [True, False])
+def test_memory_that_nobody_has_kept_is_told(
+    tmp_path: Path, kept_by: Manager, host: HostMemory, caplog: pytest.LogCaptureFixture, *, is_given: bool
+) -> None:
+    """Pools that the ledger names and nobody hands over are lost, and the log says whose; a replica asleep has none."""
+    awake, asleep = (
+        ReplicaRecord(
+            name=name, fingerprint="", namespace="", generation=0, weights_version="", slots=16,
+            memory=(host.identity, host.identity), asleep=name == "asleep",
+        )
+        for name in ("awake", "asleep")
+    )  # fmt: skip
+    if is_given:
+        for name in (HOST_MEMORY_NAME, "device-awake-0", "device-awake-1"):
+            kept_by.store(name, host.descriptor)
+    ledger = msgspec.structs.replace(ledger_of(host, None), replicas=(awake, asleep))
+
+    with caplog.at_level("INFO"):
+        assert is_kept(tmp_path, OFFLOAD, ledger) == is_given
+
+    lost = "nobody has kept the host pool and the device pool of replica awake for this daemon, and the blocks are lost"
+    assert (lost in caplog.text) == (not is_given)
+    assert ("keeps the new host pool" in caplog.text) == (not is_given)
+
+
+def test_first_start_has_lost_nothing(tmp_path: Path, kept_by: Manager, caplog: pytest.LogCaptureFixture) -> None:
+    """A ledger without pools, as of a daemon that never had any, is no reason for a warning."""
+    with caplog.at_level("WARNING"):
+        assert not is_kept(tmp_path, OFFLOAD, Ledger(boot=boot_id(), epoch=1))
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_of_two_host_pools_the_ledgers_is_kept(
     tmp_path: Path, kept_by: Manager, host: HostMemory, *, is_first: bool
