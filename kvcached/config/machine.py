@@ -21,6 +21,7 @@ from kvcached.config.problems import ConfigError, Location, Places, Problem, pro
 from kvcached.config.schema import Config
 from kvcached.config.tables import HostConfig
 from kvcached.process.user_names import UnknownUser, resolve
+from kvcached.recovery.fd_store import KEPT_MAX
 from kvcached.recovery.run_dir import RunDirUnusable, check_run_dir, is_claimed
 from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
 from kvcached.server.attach import DESCRIPTORS_SHARE
@@ -70,6 +71,19 @@ def check_machine(
         problems += [*_cuda(config), *_http(config), *_tcp(config), *_access(config)]
     if problems:
         raise ConfigError(problems)
+
+
+def loss_at_restart(config: Config) -> str | None:
+    """A warning where there are more pools than a service manager keeps for the next daemon; None where there are not.
+
+    A unit may keep more, and a daemon without a manager keeps nothing: it is no reason to refuse a configuration.
+    """
+    parts = int(config.host is not None) + sum(replica.shards + 1 for replica in config.replica)  # 1: the headers
+    if parts <= KEPT_MAX:
+        return None
+    what = f"the pools have {parts} parts, of which `kvcached supervise` or the unit keeps {KEPT_MAX} for a restart"
+    fix = "configure fewer shards, or under systemd a larger FileDescriptorStoreMax="
+    return f"{what}: the blocks of the others are lost then; {fix}"
 
 
 def memory_needed(config: Config) -> tuple[int, str]:

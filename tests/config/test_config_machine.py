@@ -20,6 +20,7 @@ from kvcached.config.machine import check_machine
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached.process import user_names
+from kvcached.recovery.fd_store import KEPT_MAX
 from kvcached.recovery.run_dir import claim_run_dir
 from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, boot_id
 from kvcached.recovery.supervise import RESTART_VARIABLE
@@ -451,6 +452,23 @@ def test_check_config_of_a_good_configuration_prints_it(tmp_path: Path) -> None:
 
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["config"]["host"]["size_bytes"] == 8 << 20
+
+
+@pytest.mark.parametrize(("shards", "parts"), [(63, 256), (64, 260)])
+def test_check_config_warns_of_pools_that_nobody_keeps(
+    shards: int, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More parts of pools than a service manager keeps are no mistake, but what a restart loses is told before."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    text = (ROOT / "configs/cpu-tp2.toml").read_text()
+    text = text.replace("shards = 2", f"shards = {shards}").replace("slots = 256", "slots = 1")
+    path = tmp_path / "kvcached.toml"
+    path.write_text("".join(text.replace('"default"', f'"r{number}"') for number in range(4)))
+
+    result = CliRunner().invoke(main, ["check-config", "--config", str(path)])
+
+    assert result.exit_code == 0, result.output
+    assert (f"kvcached: warning: the pools have {parts} parts" in result.stderr) == (parts > KEPT_MAX)
 
 
 ACCESS = HOST + '\n[access]\noperate = ["root", "{user}"]\n\n[[access.engine]]\nusers = ["{group}"]\n'
