@@ -27,9 +27,10 @@ from kvcached_client.errors import ErrorCode, RequestError, request_error
 
 #: To introduce itself a client needs no more than this machine's attention for a moment.
 HALF_OPEN_S_MAX: Final = 2.0
-HALF_OPEN_MAX: Final = 64
-#: Descriptors that admitted connections leave free: half-open ones of both sockets, new workers, storage, files.
+#: Descriptors that admitted connections leave free: half-open ones of all sockets, new workers, storage, files.
 DESCRIPTORS_RESERVED: Final = 192
+#: Of one socket, where files are plenty.
+HALF_OPEN_MAX: Final = DESCRIPTORS_RESERVED // 4
 #: So many processes together fill a socket, and no fewer.
 _PROCESSES_TO_FILL: Final = 8
 _PER_PROCESS_MIN: Final = 8

@@ -397,6 +397,29 @@ def test_suspended_storage_keeps_what_it_writes(new_world: Callable[..., Storage
     assert engine.hit("abc") == 3
 
 
+@pytest.mark.parametrize("end", ["answered", "lost"])
+@pytest.mark.parametrize("is_suspended", [False, True], ids=["in use", "suspended"])
+def test_host_copy_is_held_until_its_write_ends(
+    new_world: Callable[..., StorageWorld], end: str, *, is_suspended: bool
+) -> None:
+    """A block that storage is reading is not evicted, whatever becomes of storage, until it has answered or is dead."""
+    world = new_world()
+    engine = OffloadEngine(world.cache)
+    store(world, engine, "abc")
+    assert [effect for effect in world.take() if isinstance(effect, StartBackup)]
+    if is_suspended:
+        world.cache.handle(StorageSuspended())
+    forget(engine)
+    assert engine.hit("abc") == 3
+
+    if end == "answered":
+        world.answer(0)
+    else:
+        world.lose()
+    forget(engine)
+    assert engine.hit("abc") == 0
+
+
 def test_failed_writes_are_tried_again_and_given_up(new_world: Callable[..., StorageWorld]) -> None:
     """A block that could not be written is written later, and after some tries counted as failed."""
     world = new_world()

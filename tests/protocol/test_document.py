@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+import resource
 from typing import get_args
 
 import msgspec
 import pytest
 
+from kvcached.server import attach, connections, held, local, tcp
+from kvcached.server.connections import ConnectionLimits
 from kvcached_client.blocks import layout
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import attach as attach_protocol
 from kvcached_client.protocol import engine as protocol
+from tests.project.source_tree import ROOT
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+DOCUMENT = (ROOT / "docs" / "protocol.md").read_text()
 
 MESSAGES: dict[str, type[msgspec.Struct]] = {
     kind.__struct_config__.tag: kind
@@ -113,6 +116,29 @@ def test_document_lists_every_limit_with_its_value() -> None:
     limits = {name: getattr(protocol, name) for name in LIMITS}
     limits["ATTACH_MESSAGE_SIZE_BYTES_MAX"] = attach_protocol.ATTACH_MESSAGE_SIZE_BYTES_MAX
     assert told == limits
+
+
+def test_document_tells_what_connections_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of the text on peers are those that the sockets have where files are plenty."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    rpc, door = (ConnectionLimits.within(each.CONNECTIONS_MAX, 0.25) for each in (local, attach))
+    port = ConnectionLimits.within(tcp.CONNECTIONS_MAX, tcp.DESCRIPTORS_SHARE)
+    half_open_s, held_mib = connections.HALF_OPEN_S_MAX, held.HELD_BYTES_MAX >> 20
+
+    for told in (
+        f"It has {half_open_s:g} s for that. A socket keeps {connections.HALF_OPEN_MAX} half-open",
+        f"up to {rpc.per_process} connections to the RPC socket and {door.per_process} to the attach socket",
+        f"and all processes together {rpc.connections} and {door.connections}.",
+        f"It may have {attach.USER_PEERS_MAX} processes attached.",
+        f"At the TCP port there are {port.connections} places",
+        f"more than\n  {held_mib} MiB together",
+        f"count as those of one process, and have {held.USER_HELD_BYTES_MAX >> 20} MiB.",
+    ):
+        assert told in DOCUMENT, told
+    assert (rpc.per_user, rpc.reserved) == (rpc.connections // 4, rpc.connections // 8)
+    assert {each.half_open for each in (rpc, door, port)} == {connections.HALF_OPEN_MAX}
+    threats = (ROOT / "SECURITY.md").read_text()
+    assert f"half-open connections have {half_open_s:g} s and {connections.HALF_OPEN_MAX} places" in threats
 
 
 def test_document_links_lead_somewhere() -> None:
