@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final, Self
@@ -90,16 +90,20 @@ class EnginePool:
         return pool
 
     @classmethod
-    def adopt(cls, parts: Mapping[int, int]) -> Self | None:
+    def adopt(cls, kept: Mapping[int, Sequence[int]]) -> Self | None:
         """The pool behind descriptors that were kept, or None if they are not all of one pool, which is undamaged.
 
-        The descriptors belong to what is returned; where that is None, they stay the caller's to close.
+        The descriptors belong to what is returned; where that is None, they stay the caller's to close. A part that was
+        kept twice is a rank's new memory beside the old one, which the manager was not reached to remove: nothing tells
+        memories of CUDA devices apart, and rows are about one of them.
         """
+        parts = {part: descriptor for part, (descriptor, *others) in kept.items() if not others}
         try:
             head = PoolHead.unpack(os.pread(parts[RECORD_PART], RECORD_BYTES, 0)) if RECORD_PART in parts else None
         except OSError:
             return None
-        if head is None or 0 not in parts or memory_fault(parts[0], table_bytes(head.blocks)) is not None:
+        is_whole = RECORD_PART in parts and 0 in parts and len(parts) == len(kept)
+        if head is None or not is_whole or memory_fault(parts[0], table_bytes(head.blocks)) is not None:
             return None
         made = [rank for rank in range(head.ranks) if not head.devices or head.devices[rank]]
         if set(parts) != {0, RECORD_PART, *(1 + rank for rank in made)}:

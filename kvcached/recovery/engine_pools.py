@@ -4,8 +4,8 @@ An engine that starts gets the pool that an engine of its name and sizes has lef
 gets its pool, and the pool stays. What no engine uses stays until another one needs the room: then pools go that are of
 the same name and other sizes, then those that were asked for longest ago.
 
-The service manager keeps the descriptors, so pools outlive the daemon, too. A pool of which it has not kept all is
-dropped.
+The service manager keeps the descriptors, so pools outlive the daemon, too. A pool of which it has not kept all, or
+some more than once, is dropped.
 
 Memory of a CUDA device is made when its rank asks for it, on the rank's device. It goes to another engine only if
 every process that was given some of the pool is dead. A device that has no room gets it from pools that no engine uses.
@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import chain
 from typing import Final, TypeAlias
 
 import msgspec
@@ -78,12 +79,11 @@ class EnginePools:
 
     def take_over(self, found: dict[str, list[int]]) -> None:
         """Take over the pools whose descriptors the service manager has kept, and remove these from `found`."""
-        for pool_id, parts in _kept_parts(found).items():
-            names = [_part_name(pool_id, part) for part in parts]
-            pool = EnginePool.adopt(parts)
+        for pool_id, kept in _kept_parts(found).items():
+            pool = EnginePool.adopt(kept)
             if pool is None:
-                _log.warning("engine pool %s was not kept whole, or is damaged: it is dropped", pool_id)
-                _drop(names, parts)
+                _log.warning("engine pool %s was not kept whole and once, or is damaged: it is dropped", pool_id)
+                _drop([_part_name(pool_id, part) for part in kept], chain.from_iterable(kept.values()))
                 continue
             self._pools.append(pool)
             try:
@@ -344,7 +344,7 @@ class EnginePools:
         self._writers.forget(pool)
         names = [_part_name(pool.shown, part) for part in pool.parts]
         pool.close()
-        _drop(names, {})
+        _drop(names, ())
 
 
 def _owned(request: ClaimPool, user: str) -> ClaimPool:
@@ -375,22 +375,19 @@ def _part_name(pool_id: str, part: int) -> str:
     return f"{ENGINE_POOL_PREFIX}{pool_id}-{part}"
 
 
-def _kept_parts(found: dict[str, list[int]]) -> Mapping[str, dict[int, int]]:
-    """The kept descriptors by pool and part, removed from `found`; of several with one name the first."""
-    pools: dict[str, dict[int, int]] = {}
+def _kept_parts(found: dict[str, list[int]]) -> Mapping[str, dict[int, list[int]]]:
+    """The kept descriptors by pool and part, removed from `found`."""
+    pools: dict[str, dict[int, list[int]]] = {}
     for name in [name for name in found if name.startswith(ENGINE_POOL_PREFIX)]:
         pool_id, _, part = name.removeprefix(ENGINE_POOL_PREFIX).rpartition("-")
         if not part.isdecimal():
             continue
-        descriptors = found.pop(name)
-        pools.setdefault(pool_id, {})[int(part)] = descriptors[0]
-        for other in descriptors[1:]:
-            os.close(other)
+        pools.setdefault(pool_id, {})[int(part)] = found.pop(name)
     return pools
 
 
-def _drop(names: list[str], parts: Mapping[int, int]) -> None:
+def _drop(names: Iterable[str], descriptors: Iterable[int]) -> None:
     for name in names:
         remove(name)
-    for descriptor in parts.values():
+    for descriptor in descriptors:
         os.close(descriptor)

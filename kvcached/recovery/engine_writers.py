@@ -30,6 +30,9 @@ class WriterProcess(Protocol):
     def is_dead(self) -> bool:
         """Whether it has ended. Never waits."""
 
+    def is_same_process(self, other: object) -> bool:
+        """Whether two living ones are surely one process, also where no identity is visible."""
+
     def close(self) -> None:
         """Close its pidfd."""
 
@@ -109,8 +112,9 @@ class EngineWriters:
         return known is not None and not known.is_dead()
 
     def _is_in(self, pool: EnginePool, place: int, process: WriterProcess) -> bool:
-        identity = self._known[pool.head.pool_id, place].identity
-        return identity is not None and identity == process.identity
+        known = self._known[pool.head.pool_id, place]
+        is_visible = known.identity is not None and known.identity == process.identity
+        return is_visible or known.is_same_process(process)
 
     def _put(self, pool: EnginePool, place: int, process: WriterProcess) -> None:
         known = self._known.pop((pool.head.pool_id, place), None)
@@ -131,6 +135,10 @@ class _FoundProcess:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
+
+    def is_same_process(self, other: object) -> bool:
+        """Only this very object: it is visible from here, so its identity says more."""
+        return other is self
 
     def close(self) -> None:
         os.close(self._pidfd)

@@ -15,8 +15,13 @@ import pytest
 from kvcached.memory.available import NotEnoughMemory
 from kvcached.memory.engine_record import Writer
 from kvcached.memory.sealed import sealed_memfd
+from kvcached.process.access import NO_GRANTS
 from kvcached.process.identity import ProcessIdentity, identity_of
+from kvcached.process.peer import PeerProcess
+from kvcached.process.seqpacket import Credentials
+from kvcached.recovery import engine_pools
 from kvcached.recovery.engine_pools import Claimed, EnginePools
+from kvcached.recovery.engine_writers import WriterProcess
 from kvcached_client.blocks.engine_table import NO_PARENT, Row
 from kvcached_client.blocks.memory_locks import lock_memory
 from kvcached_client.errors import DeviceError, ErrorCode, RequestError
@@ -41,6 +46,9 @@ class Process:
     def is_dead(self) -> bool:
         assert not self.is_closed
         return self.has_ended
+
+    def is_same_process(self, other: object) -> bool:
+        return other is self
 
     def close(self) -> None:
         self.is_closed = True
@@ -97,7 +105,7 @@ def question(claim: str, rank: int = 0, *, ranks: int = 1, device: int | None = 
     )  # fmt: skip
 
 
-def claim(pools: EnginePools, wanted: ClaimPool, process: Process | None = None) -> Claimed:
+def claim(pools: EnginePools, wanted: ClaimPool, process: WriterProcess | None = None) -> Claimed:
     return asyncio.run(pools.claim_on_device(wanted, process or Process()))
 
 
@@ -152,6 +160,28 @@ def test_start_that_has_the_claim_of_a_living_one_is_refused(pools: EnginePools)
     found = refusal(lambda: claim(pools, question("one"), other))
     assert "another living process has the memory of rank 0" in found.message
     assert other.is_closed
+
+
+def unseen(pid: int) -> PeerProcess:
+    """A process of another pid namespace, as the daemon has it: by its pidfd alone."""
+    return PeerProcess(Credentials(0, 0, 0), os.pidfd_open(pid), NO_GRANTS)
+
+
+def test_process_that_cannot_be_seen_renews_its_memory(pools: EnginePools, devices: Devices) -> None:
+    """In a container the kernel tells by pidfds that it is the same one; another one with its claim is refused."""
+    first = unseen(os.getpid())
+    if not first.is_same_process(again := unseen(os.getpid())):
+        first.close()
+        again.close()
+        pytest.skip("before Linux 6.9 pidfds of two processes look the same")
+    given = claim(pools, question("one"), first)
+    name_a_block(pools)
+    assert claim(pools, question("one", renew=True), again)[0] == given[0]
+    assert (named(pools), len(devices.made[DEVICES[0]]), len(devices.living(DEVICES[0]))) == ([0], 2, 1)
+    other = unseen(os.getppid())
+    found = refusal(lambda: claim(pools, question("one", renew=True), other))
+    assert "another living process has the memory of rank 0" in found.message
+    assert other.fileno() == -1
 
 
 def test_locked_place_of_a_rank_keeps_the_pool(pools: EnginePools) -> None:
@@ -311,6 +341,25 @@ def test_pool_that_is_not_whole_is_dropped(
         manager.remove(name)
     next_pools = later(manager, devices)
     assert (next_pools.stats(), manager.kept) == ((), {})
+
+
+def test_pool_of_which_a_part_was_kept_twice_is_dropped(
+    pools: EnginePools, devices: Devices, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manager was not reached to remove memory that new memory has replaced: rows could be about either of them."""
+    for rank in range(2):
+        process = Process()
+        claim(pools, question("first", rank, ranks=2), process)
+        process.has_ended = True
+    claim(pools, question("second", 0, ranks=2))
+    monkeypatch.setattr(engine_pools, "remove", lambda _: False)
+    claim(pools, question("second", 1, ranks=2, device=2))
+    monkeypatch.setattr(engine_pools, "remove", manager.remove)
+    name_a_block(pools)
+    pools.close()
+    next_pools = later(manager, devices)
+    assert (next_pools.stats(), manager.kept) == ((), {})
+    assert [devices.living(device) for device in DEVICES] == [set(), set(), set()]
 
 
 def test_pool_of_which_a_rank_has_not_asked_is_kept(pools: EnginePools, devices: Devices, manager: Manager) -> None:
