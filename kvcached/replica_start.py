@@ -16,8 +16,9 @@ from kvcached.config.schema import Config
 from kvcached.config.tables import HostConfig
 from kvcached.core.messages import Event, PoolRestored, WorkerDied
 from kvcached.memory.available import NotEnoughMemory
+from kvcached.memory.device_pool import DevicePool
 from kvcached.memory.host_pool import HostMemory
-from kvcached.recovery.device_pools import DevicePool, PoolMemory
+from kvcached.recovery.device_pools import PoolMemory
 from kvcached.recovery.generations import FIRST_GENERATION, Generation
 from kvcached.service.replica import HeldMemory, Replica
 from kvcached.service.service import Service

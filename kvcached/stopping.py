@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
+from kvcached.recovery.state_file import LedgerFile
 from kvcached.service.admin.verbs import Left
+from kvcached.service.replica import Replica
 from kvcached.service.service import Service
 from kvcached.worker.client import WorkerPool
 
@@ -65,6 +67,22 @@ class Stop:
         """End a replica's workers, by force where they take longer than what is left of the deadline."""
         left_s = self._deadline_ms / 1000 if self._ends_s is None else self._ends_s - self._loop.time()
         await workers.close(max(left_s, WORKERS_STOP_S_MIN))
+
+    def note(self, file: LedgerFile, epoch: int, replicas: Sequence[Replica]) -> None:
+        """Say to the next daemon that this one stops in order, with all its CUDA devices: a replica may move then.
+
+        Args:
+            file: the ledger of this daemon.
+            epoch: of this daemon.
+            replicas: all, their workers not ended yet.
+        """
+        has_devices = any(each.cuda_ordinals for each in replicas)
+        if not has_devices or self._ends_s is None or any(each.is_degraded for each in replicas):
+            return
+        try:
+            file.note_stop(epoch)
+        except OSError as error:
+            _log.warning("the next daemon is not told that this one has stopped in order: %s", error)
 
     def _end_at_once(self) -> NoReturn:
         for each in self.at_once:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import Self
+from typing import NamedTuple, Self
 
+from kvcached.memory.device_headers import DeviceHeaders
+from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.progress import ProgressPage
 from kvcached.memory.sealed import sealed_memfd
 
@@ -68,3 +70,35 @@ class ShardMemory:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+class DevicePool(NamedTuple):
+    """The memory of a replica.
+
+    Attributes:
+        shards: the memory of each shard.
+        headers: those of its slots; they name blocks only if they are the ones that the ledger names.
+        is_kept: the shards are the ones that the ledger names, and hold what engines have written.
+    """
+
+    shards: tuple[ShardMemory, ...]
+    headers: DeviceHeaders
+    is_kept: bool
+
+    @property
+    def identities(self) -> tuple[MemoryIdentity, ...]:
+        """The memory of each shard as the next ledger names it."""
+        return tuple(
+            self.headers.identity if shard.device else MemoryIdentity.of(shard.descriptor) for shard in self.shards
+        )
+
+    @property
+    def cuda_devices(self) -> tuple[str, ...]:
+        """UUIDs of the CUDA devices that have the shards; none on a CPU."""
+        return tuple(shard.device for shard in self.shards if shard.device)
+
+    def close(self) -> None:
+        """Close its descriptors. Does nothing the second time."""
+        for shard in self.shards:
+            shard.close()
+        self.headers.close()

@@ -19,52 +19,27 @@ from kvcached.config.replica import ReplicaConfig
 from kvcached.core.slots.ranges import no_ranges
 from kvcached.memory.available import check_available
 from kvcached.memory.device_headers import DeviceHeaders, headers_bytes
-from kvcached.memory.device_pool import ShardMemory
+from kvcached.memory.device_pool import DevicePool, ShardMemory
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached.memory.sealed import memory_fault
 from kvcached.recovery.fd_store import remove, store, taken_in
 from kvcached.recovery.state_file import Ledger, ReplicaRecord
-from kvcached.worker.cuda_maker import AT_ONCE_MAX, NoCudaMemory, WantedMemory, make_cuda_memory
+from kvcached.worker.cuda_maker import AT_ONCE_MAX, MadeMemory, NoCudaMemory, WantedMemory, make_cuda_memory
 from kvcached_client.blocks.pages import pool_geometry
+from kvcached_client.errors import DeviceError
 
 #: Under which name the service manager keeps a shard's memory: this prefix, the replica and the shard.
 DEVICE_MEMORY_PREFIX: Final = "device-"
 #: Under which name it keeps the headers of a replica's slots: this prefix and the replica.
 DEVICE_HEADERS_PREFIX: Final = "headers-"
 
+#: How a replica gets another device where nobody knows whether its own one is lost.
+_MOVE: Final = (
+    "check nvidia-smi and CUDA_VISIBLE_DEVICES; to use another device, stop the daemon, delete ledger.json in its run "
+    "directory, and start it"
+)
+
 _log: Final = logging.getLogger(__name__)
-
-
-class DevicePool(NamedTuple):
-    """The memory of a replica.
-
-    Attributes:
-        shards: the memory of each shard.
-        headers: those of its slots; they name blocks only if they are the ones that the ledger names.
-        is_kept: the shards are the ones that the ledger names, and hold what engines have written.
-    """
-
-    shards: tuple[ShardMemory, ...]
-    headers: DeviceHeaders
-    is_kept: bool
-
-    @property
-    def identities(self) -> tuple[MemoryIdentity, ...]:
-        """The memory of each shard as the next ledger names it."""
-        return tuple(
-            self.headers.identity if shard.device else MemoryIdentity.of(shard.descriptor) for shard in self.shards
-        )
-
-    @property
-    def cuda_devices(self) -> tuple[str, ...]:
-        """UUIDs of the CUDA devices that have the shards; none on a CPU."""
-        return tuple(shard.device for shard in self.shards if shard.device)
-
-    def close(self) -> None:
-        """Close its descriptors. Does nothing the second time."""
-        for shard in self.shards:
-            shard.close()
-        self.headers.close()
 
 
 class PoolMemory:
@@ -94,6 +69,8 @@ class PoolMemory:
     ) -> None:
         self.pool = pool
         self.devices = devices if pool is None else pool.cuda_devices
+        if lost is not None and not devices:
+            self.devices = _numbered(replica, lost.listed)
         self.has_served = has_served
         self.lost = lost
         self._replica = replica
@@ -191,17 +168,19 @@ async def device_pools(
     replicas: Sequence[ReplicaConfig],
     kept: Mapping[str, KeptDevice | None],
     served: Mapping[str, tuple[str, ...]],
+    numbers: Mapping[str, int] | None = None,
 ) -> OpenedPools:
     """The memory of each replica, which is the caller's: the kept memory, or new memory, which is stored.
 
     First the manager gives back all that it was told to remove, so that there is room. New memory of all CUDA devices
-    is made at the same time. A replica that has served before may have none, and so may one whose device the driver
-    lists as lost. That a device which was never used is missing is an error.
+    is made at the same time. A replica that has served before may have none, and so may one whose device is lost and
+    has a UUID by which it will be known again. That a device which was never used is missing is an error.
 
     Args:
         replicas: those that are to have memory.
         kept: their kept memory, if any.
         served: as `served_devices`.
+        numbers: of the last daemon's CUDA devices, by UUID, if a replica may have moved to others since.
 
     Raises:
         OSError: the kernel refused one of the steps.
@@ -213,7 +192,7 @@ async def device_pools(
             remove(name)
     await taken_in()
     with ExitStack() as parts:
-        on_cuda, lost = await _all_on_cuda([replica for replica in new if replica.cuda_ordinals], served, parts)
+        on_cuda, lost = await _all_on_cuda([each for each in new if each.cuda_ordinals], served, numbers, parts)
         pools = {
             each.name: _device_pool(each, kept[each.name], on_cuda.get(each.name), parts)
             for each in replicas
@@ -227,34 +206,51 @@ _Shards: TypeAlias = dict[str, tuple[ShardMemory, ...]]
 
 
 async def _all_on_cuda(
-    replicas: Sequence[ReplicaConfig], served: Mapping[str, tuple[str, ...]], parts: ExitStack
+    replicas: Sequence[ReplicaConfig],
+    served: Mapping[str, tuple[str, ...]],
+    numbers: Mapping[str, int] | None,
+    parts: ExitStack,
 ) -> tuple[_Shards, dict[str, NoCudaMemory]]:
     """New memory of replicas on CUDA devices, and why some have none."""
     turns = asyncio.Semaphore(AT_ONCE_MAX)
     outcomes = await asyncio.gather(
-        *(_on_cuda(each, served.get(each.name, ()), turns, parts) for each in replicas), return_exceptions=True
+        *(_on_cuda(each, served.get(each.name, ()), numbers, turns, parts) for each in replicas),
+        return_exceptions=True,
     )
     found: _Shards = {}
     lost: dict[str, NoCudaMemory] = {}
     for replica, outcome in zip(replicas, outcomes, strict=True):
         if not isinstance(outcome, BaseException):
             found[replica.name] = outcome
-        elif isinstance(outcome, NoCudaMemory) and (replica.name in served or outcome.is_lost):
+        elif not isinstance(outcome, NoCudaMemory):
+            raise outcome
+        elif replica.name in served or (outcome.is_lost and _numbered(replica, outcome.listed)):
             lost[replica.name] = outcome
-        else:
+        else:  # also a lost device of which only the number is known, which may be a neighbour's by the next try
             raise outcome
     return found, lost
 
 
 async def _on_cuda(
-    replica: ReplicaConfig, devices: tuple[str, ...], turns: asyncio.Semaphore, parts: ExitStack
+    replica: ReplicaConfig,
+    devices: tuple[str, ...],
+    numbers: Mapping[str, int] | None,
+    turns: asyncio.Semaphore,
+    parts: ExitStack,
 ) -> tuple[ShardMemory, ...]:
-    """New memory of a replica on CUDA devices: of these, if they are known."""
+    """New memory of a replica on CUDA devices: of these, if they are known, and the replica has not moved."""
     size_bytes = _shard_bytes(replica)
     uuids = devices or ("",) * replica.shards
-    made = await make_cuda_memory(
-        [WantedMemory(*each) for each in zip(replica.cuda_ordinals, repeat(size_bytes), uuids, strict=False)], turns
-    )
+    try:
+        made = await _made(replica, uuids, turns)
+    except NoCudaMemory as error:
+        if not error.listed or set(devices) <= set(error.listed):
+            raise
+        uuids = _moved(replica, devices, error, numbers)
+        try:
+            made = await _made(replica, uuids, turns)
+        except NoCudaMemory as refused:
+            raise DeviceError(str(refused)) from refused  # as of any device that was not used before
     shards = []
     for index, name in enumerate(_names(replica)):
         try:
@@ -265,6 +261,37 @@ async def _on_cuda(
             raise
         parts.callback(shards[-1].close)
     return tuple(shards)
+
+
+async def _made(replica: ReplicaConfig, uuids: tuple[str, ...], turns: asyncio.Semaphore) -> list[MadeMemory]:
+    wanted = zip(replica.cuda_ordinals, repeat(_shard_bytes(replica)), uuids, strict=False)
+    return await make_cuda_memory([WantedMemory(*each) for each in wanted], turns)
+
+
+def _moved(
+    replica: ReplicaConfig, devices: tuple[str, ...], error: NoCudaMemory, numbers: Mapping[str, int] | None
+) -> tuple[str, ...]:
+    """The devices that have a replica's numbers now, in place of devices that the driver does not list.
+
+    Raises:
+        NoCudaMemory: these may be its neighbours' devices: it waits for its own.
+    """
+    missing = ", ".join(each for each in devices if each not in error.listed)
+    counted = enumerate(error.listed)
+    may_be_lost = numbers is None or any(numbers.get(each, number) != number for number, each in counted)
+    found = _numbered(replica, error.listed)
+    if may_be_lost or not found:
+        reason = f"the driver does not list {missing}, which the pool had and waits for ({_MOVE})"
+        raise NoCudaMemory(", ".join(map(str, replica.cuda_ordinals)), reason, listed=error.listed) from error
+    words = "replica %(replica)s moves to %(found)s, by number: the driver does not list %(missing)s any more"
+    _log.warning(words, {"replica": replica.name, "found": ", ".join(found), "missing": missing})
+    return found
+
+
+def _numbered(replica: ReplicaConfig, listed: Sequence[str]) -> tuple[str, ...]:
+    """The UUIDs of the devices that have a replica's numbers; none if one is not known."""
+    found = tuple(listed[number] for number in replica.cuda_ordinals if number < len(listed))
+    return found if len(found) == len(replica.cuda_ordinals) and all(found) else ()
 
 
 def _device_pool(

@@ -32,7 +32,7 @@ from kvcached.memory.host_pool import (
 from kvcached.recovery.device_pools import DEVICE_MEMORY_PREFIX, PoolMemory, device_pools, kept_device, served_devices
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import remove, store, take_stored
-from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, read_ledger
+from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, has_stopped, read_ledger
 from kvcached.recovery.takeover import Takeover, is_writer_left_out, take_over
 from kvcached.service.replica import Replica
 
@@ -114,7 +114,8 @@ async def inherit(
     engine_pools.take_over(found)
     _drop(found)  # pools that sleep, are no longer configured, or not in the same way
     served = served_devices(replicas, ledger)
-    pools, lost = await device_pools(awake, kept_devices, served)
+    numbers = ledger.cuda_numbers if ledger is not None and has_stopped(run_dir, ledger) else None
+    pools, lost = await device_pools(awake, kept_devices, served, numbers)
     devices = {
         each.name: PoolMemory(
             each, pools.get(each.name), served.get(each.name, ()), lost.get(each.name),

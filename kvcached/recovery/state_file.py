@@ -13,6 +13,7 @@ import os
 import stat
 import struct
 import weakref
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -27,6 +28,8 @@ from kvcached_client.types import WritePolicy
 FORMAT: Final = 3
 #: The ledger's name in the run directory.
 LEDGER_NAME: Final = "ledger.json"
+#: Of the file that says which daemon has stopped in order. It is no field of the ledger, which older daemons read, too.
+STOPPED_NAME: Final = "stopped"
 #: The largest file. A ledger has a few hundred bytes for each session and about six for each slab.
 LEDGER_BYTES_MAX: Final = 64 << 20
 
@@ -202,6 +205,12 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     replicas: tuple[ReplicaRecord, ...] = ()
     sessions: tuple[SessionRecord, ...] = ()
 
+    @property
+    def cuda_numbers(self) -> dict[str, int]:
+        """The number of each CUDA device that a replica has had, by UUID."""
+        pairs = (zip(each.cuda_devices, each.cuda_ordinals, strict=False) for each in self.replicas)
+        return dict(chain.from_iterable(pairs))
+
 
 class _Head(msgspec.Struct):
     """The members that decide whether the rest is read."""
@@ -235,6 +244,16 @@ class LedgerFile:
         failpoint("daemon.ledger.write")
         os.rename(self._new, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         failpoint("daemon.ledger.written")
+
+    def note_stop(self, epoch: int) -> None:
+        """Say that the daemon of an epoch stops in order, and misses no device.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(STOPPED_NAME, flags, _MODE, dir_fd=self._directory), "wb") as file:
+            file.write(f"{epoch}\n".encode())
 
     def remove(self) -> None:
         """Remove the ledger, or what is in it, because there is nothing to take over any more.
@@ -270,6 +289,17 @@ def read_ledger(path: Path) -> Ledger | None:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         _log.warning("%s is damaged and not used: %s", path, error)
     return None
+
+
+def has_stopped(run_dir: Path, ledger: Ledger) -> bool:
+    """Whether the daemon that wrote a ledger has stopped in order, and missed no device."""
+    try:
+        return _content(run_dir / STOPPED_NAME) == f"{ledger.epoch}\n".encode()
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        _log.warning("%s is not used: %s", run_dir / STOPPED_NAME, error)
+        return False
 
 
 def sealed(data: bytes) -> bytes:

@@ -35,6 +35,8 @@ AT_ONCE_MAX: Final = 16
 #: A maker that has handed its memory over has nothing left to do but to end.
 _END_S: Final = 5.0
 _UUID_BYTES_MAX: Final = 64
+#: The UUIDs of more devices than a machine has.
+_LIST_BYTES_MAX: Final = 16 * 1024
 _SAID_BYTES_MAX: Final = 16 * 1024
 
 _log: Final = logging.getLogger(__name__)
@@ -77,12 +79,22 @@ class NoCudaMemory(DeviceError):
     Attributes:
         is_permanent: there is no such device, or no package to reach it by: it will not get better by itself.
         is_lost: the driver lists the device, and it does nothing.
+        listed: UUIDs of the devices that the driver listed meanwhile, by number; none if it was not asked.
     """
 
-    def __init__(self, device: str, reason: str, *, is_permanent: bool = False, is_lost: bool = False) -> None:
+    def __init__(
+        self,
+        device: str,
+        reason: str,
+        *,
+        is_permanent: bool = False,
+        is_lost: bool = False,
+        listed: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(f"CUDA device {device}: {reason}; kvcached doctor --cuda says more")
         self.is_permanent = is_permanent
         self.is_lost = is_lost
+        self.listed = listed
 
 
 async def make_cuda_memory(wanted: Sequence[WantedMemory], turns: asyncio.Semaphore | None = None) -> list[MadeMemory]:
@@ -227,7 +239,12 @@ class _Maker:
             NoCudaMemory: it has ended without.
         """
         await readable(self._connection.fileno())
-        packet = receive(self._connection, _UUID_BYTES_MAX, 1)
+        packet = receive(self._connection, _LIST_BYTES_MAX, 1)
+        listed: tuple[str, ...] = ()
+        if packet is not None and not packet.descriptors and not packet.cut:
+            listed = tuple(packet.data.decode().splitlines())
+            await readable(self._connection.fileno())
+            packet = receive(self._connection, _UUID_BYTES_MAX, 1)
         if packet is not None and len(packet.descriptors) == 1:
             return MadeMemory(packet.descriptors[0], packet.data.decode())
         if packet is not None and packet.cut:
@@ -238,7 +255,9 @@ class _Maker:
         status = self._process.wait()
         lines = os.pread(self._said, _SAID_BYTES_MAX, 0).decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else _ending(status)
-        raise NoCudaMemory(self._device, reason, is_permanent=status == MISSING, is_lost=status == DEVICE_LOST)
+        raise NoCudaMemory(
+            self._device, reason, is_permanent=status == MISSING, is_lost=status == DEVICE_LOST, listed=listed
+        )
 
     def kill(self) -> None:
         """End it now. Does nothing when it has ended."""

@@ -2,6 +2,7 @@
 
 The daemon itself loads no driver. This process makes the memory, sends its descriptor and the device's UUID over the
 connection that it inherits, and ends. The descriptor keeps the memory. It does not outlive the daemon, its parent.
+First it sends the UUIDs of all devices, a line each: whatever comes after, it is known which devices have the numbers.
 Where a UUID is given, the memory is of that device, whatever number it has now: a device that is lost makes the numbers
 of others smaller.
 """
@@ -16,7 +17,7 @@ import sys
 from kvcached.process.prctl import PR_SET_PDEATHSIG, prctl
 from kvcached.process.seqpacket import send
 from kvcached.worker.exits import DEVICE_LOST, MISSING, REFUSED
-from kvcached_client.cuda.device import Device
+from kvcached_client.cuda.device import Device, listed
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.errors import DeviceError
 
@@ -31,13 +32,15 @@ def main(arguments: list[str]) -> int:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it had died before the kernel was asked
         return REFUSED
-    try:
-        device = Device.of_uuid(Driver(), arguments[5]) if arguments[5:] else Device(Driver(), ordinal)
-        exported = _exported(device, size_bytes)
-    except DeviceError as error:
-        sys.stderr.write(f"{error}\n")
-        return _status(error)
     with socket.socket(fileno=descriptor) as connection:
+        try:
+            driver = Driver()
+            send(connection, "".join(f"{each}\n" for each in listed(driver)).encode())
+            device = Device.of_uuid(driver, arguments[5]) if arguments[5:] else Device(driver, ordinal)
+            exported = _exported(device, size_bytes)
+        except DeviceError as error:
+            sys.stderr.write(f"{error}\n")
+            return _status(error)
         send(connection, device.uuid.encode(), (exported,))
     return 0
 

@@ -263,6 +263,18 @@ def uuid_of(ordinal: int) -> str:
     return _uuid(driver, driver.call("cuDeviceGet", ordinal))
 
 
+def listed(driver: Driver) -> list[str]:
+    """The UUIDs of all devices, by their numbers in this process; empty for one that does not tell its own."""
+    return [_uuid_if_told(driver, ordinal) for ordinal in range(driver.devices())]
+
+
+def _uuid_if_told(driver: Driver, ordinal: int) -> str:
+    try:
+        return _uuid(driver, driver.call("cuDeviceGet", ordinal))
+    except CudaFailure:
+        return ""
+
+
 def _uuid(driver: Driver, device: Opaque) -> str:
     return f"GPU-{uuid.UUID(bytes=bytes(driver.call('cuDeviceGetUuid', device).bytes))}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,7 +13,12 @@ from typing import Final
 
 import pytest
 
+from kvcached.config.schema import load_config
+from kvcached.recovery.device_pools import PoolMemory, device_pools
+from kvcached.worker import cuda_maker
+from kvcached.worker.cuda_maker import NoCudaMemory
 from kvcached_client import Admin
+from kvcached_client.errors import DaemonFailure
 from kvcached_client.protocol.engine import PoolStats
 from tests.cuda.conftest import ROOT
 from tests.cuda.test_pool import BLOCKS, HOST, ON_DEVICE, WHOLE, OnDevice, ended, stored_prompts
@@ -188,3 +194,128 @@ def test_device_that_is_listed_and_does_nothing_is_lost(use_device: UseDevice, d
             "CUDA_ERROR_UNKNOWN" in pools(run_dir)["default"].trouble or NOT_THERE in pools(run_dir)["default"].trouble
         )
     assert live_granules(device) == 0
+
+
+def test_device_that_was_lost_at_the_first_start_is_known_again(
+    use_device: UseDevice, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver tells its UUID, and no longer lists it by the next try: the pool gets no memory of its neighbour."""
+    use_device(devices=2)
+    path = tmp_path / "kvcached.toml"
+    path.write_text(on_the_first_device())
+    (replica,) = load_config(path).replica
+
+    async def main() -> None:
+        monkeypatch.setenv("FAKE_CUDA_COMPUTE_MODE", "2")
+        opened = await device_pools([replica], {replica.name: None}, {})
+        memory = PoolMemory(replica, None, (), opened.lost[replica.name])
+        monkeypatch.delenv("FAKE_CUDA_COMPUTE_MODE")
+        assert [uuid.partition("-")[0] for uuid in memory.devices] == ["GPU"]
+        lose(device, 0)
+        with pytest.raises(NoCudaMemory, match=f"the driver does not list {memory.devices[0]}, which the pool had"):
+            await memory.make()
+        bring_back(device, 0, keeps_memory=False)
+        await memory.make()
+        assert [live_granules(device, number) for number in range(2)] == [1, 0]
+        memory.close()
+
+    asyncio.run(main())
+
+
+def test_lost_device_without_a_uuid_is_a_failed_start(
+    use_device: UseDevice, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could tell it from its neighbours later."""
+    use_device()
+    path = tmp_path / "kvcached.toml"
+    path.write_text(on_the_first_device())
+    (replica,) = load_config(path).replica
+    monkeypatch.setenv("FAKE_CUDA_COMPUTE_MODE", "2")
+    monkeypatch.setattr(cuda_maker, "MAKER", "tests.cuda.silent_maker")
+    with pytest.raises(NoCudaMemory, match="CUDA_ERROR_DEVICE_UNAVAILABLE") as refused:
+        asyncio.run(device_pools([replica], {replica.name: None}, {}))
+    assert (refused.value.is_lost, refused.value.listed) == (True, ("",))
+
+
+def on_the_first_device() -> str:
+    first, _, _ = two_replicas().partition('[[replica]]\nname = "other"')
+    return first + HOST
+
+
+def in_order(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.terminate()
+    assert daemon.wait() == 0
+
+
+def made(device: Path) -> list[int]:
+    return [live_granules(device, number) for number in range(2)]
+
+
+def test_replica_moves_after_a_stop_in_order(
+    use_device: UseDevice, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is kept, and its number means another device now: its memory is made there, also after a crash."""
+    use_device(devices=2)
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "run"
+    path.write_text(on_the_first_device())
+    with running_daemon(path, run_dir) as daemon:
+        assert made(device) == [1, 0]
+        in_order(daemon)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with running_daemon(path, run_dir) as daemon:
+        assert (ills(run_dir), made(device)) == ({}, [0, 1])
+        daemon.kill()
+        daemon.wait()
+    with running_daemon(path, run_dir):
+        assert (ills(run_dir), made(device)) == ({}, [0, 1])
+
+
+def test_replica_does_not_move_after_a_crash(
+    use_device: UseDevice, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device may be lost: it waits, also after a stop in order, and says how to use another one; that helps."""
+    use_device(devices=2)
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "run"
+    path.write_text(on_the_first_device())
+    with running_daemon(path, run_dir) as daemon:
+        daemon.kill()
+        daemon.wait()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    for _ in range(2):
+        with running_daemon(path, run_dir) as daemon:
+            assert "to use another device, stop the daemon, delete ledger.json" in ills(run_dir)["default/workers"]
+            assert made(device) == [0, 0]
+            in_order(daemon)
+    (run_dir / "ledger.json").unlink()
+    with running_daemon(path, run_dir):
+        assert (ills(run_dir), made(device)) == ({}, [0, 1])
+
+
+def test_replica_does_not_move_to_a_neighbours_device(use_device: UseDevice, device: Path, tmp_path: Path) -> None:
+    """A device is lost after a stop in order: those behind it have other numbers than before, so the replica waits."""
+    use_device(devices=2)
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "run"
+    path.write_text(two_replicas())
+    with running_daemon(path, run_dir) as daemon:
+        in_order(daemon)
+    lose(device, 0)
+    with running_daemon(path, run_dir):
+        assert (set(ills(run_dir)), made(device)) == ({"default/workers"}, [0, 1])
+
+
+def test_pool_that_sleeps_wakes_on_its_own_device(
+    use_device: UseDevice, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may wake it, and nobody knows what has become of its device meanwhile: no other one is used."""
+    use_device(devices=2)
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "run"
+    path.write_text(on_the_first_device())
+    with running_daemon(path, run_dir) as daemon:
+        with Admin.connect(run_dir, deadline_ms=20_000) as admin:
+            admin.sleep("default")
+        in_order(daemon)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with running_daemon(path, run_dir), Admin.connect(run_dir, deadline_ms=20_000) as admin:
+        with pytest.raises(DaemonFailure, match=r"stays asleep: .* delete ledger\.json"):
+            admin.wake("default")
+        assert made(device) == [0, 0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.recovery.run_dir import claim_run_dir
-from kvcached.recovery.state_file import LEDGER_NAME, Ledger, LedgerFile, boot_id
+from kvcached.recovery.state_file import LEDGER_NAME, STOPPED_NAME, Ledger, LedgerFile, boot_id, has_stopped
 from kvcached_client.transport.run_dir import LOCK_NAME
 
 HOUR_MS = 60 * 60 * 1000
@@ -93,3 +93,23 @@ def test_epoch_does_not_go_back_where_the_lock_file_has_none(clocks: Clocks, tex
         (clocks.run_dir / LOCK_NAME).write_text(text)
 
     assert clocks.start() > before
+
+
+def test_stop_in_order_is_told_of_the_daemon_that_wrote_the_ledger(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What another daemon has noted says nothing of it, nor does a link or an empty file."""
+    noted, ledger = tmp_path / STOPPED_NAME, Ledger(boot=boot_id(), epoch=7)
+    assert not has_stopped(tmp_path, ledger)
+    LedgerFile(tmp_path / LEDGER_NAME).note_stop(7)
+    assert has_stopped(tmp_path, ledger)
+    LedgerFile(tmp_path / LEDGER_NAME).note_stop(78)
+    assert not has_stopped(tmp_path, ledger)
+    noted.write_text("")
+    assert not has_stopped(tmp_path, ledger)
+    assert caplog.messages == []
+    (tmp_path / "other").write_text("7\n")
+    noted.unlink()
+    noted.symlink_to(tmp_path / "other")
+    assert not has_stopped(tmp_path, ledger)
+    assert [message.startswith(f"{noted} is not used: ") for message in caplog.messages] == [True]
