@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from kvcached.core.cache import Cache
 from kvcached.core.index.host_tree import HOST
-from kvcached.core.slots.ranges import pairs, place_of
+from kvcached.core.slots.ranges import every_slot, pairs
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
 from tests.simulation.scheduler import Broken
@@ -32,7 +32,7 @@ class StoreWaitPromises:
             if _stored(prefetch) < prefetch.next and prefetch.store in stores:
                 continue  # a block before was found bad meanwhile: the wait ends with the store all the same
             slot, store = _next_slot(prefetch), stores.get(prefetch.store)
-            if slot is None or store is None or place_of(store.host, slot) is None:
+            if slot is None or store is None or slot not in every_slot(store.host):
                 raise Broken(f"prefetch {number} waits for store {prefetch.store}, which does not bring its next block")
         self._waited = dict(waiting)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
@@ -54,16 +55,6 @@ def from_slots(slots: Iterable[int]) -> Ranges[int]:
 def slot_count(ranges: Ranges[int]) -> int:
     """How many slots the ranges hold."""
     return ranges[1] if len(ranges) == _ONE_RANGE else sum(ranges[1::2])
-
-
-def place_of(ranges: Ranges[int], slot: int) -> int | None:
-    """Which of the slots that the ranges hold, counted from 0, is `slot`; None if it is none of them."""
-    place = 0
-    for first, count in pairs(ranges):
-        if first <= slot < first + count:
-            return place + slot - first
-        place += count
-    return None
 
 
 def places_of(ranges: Ranges[int], slots: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -161,8 +152,7 @@ def join(parts: list[Ranges[int]]) -> Ranges[int]:
         if first == end:
             joined[-1] += count
         else:
-            joined.append(first)
-            joined.append(count)
+            joined.extend((first, count))
         end = first + count
     return joined
 
@@ -240,15 +230,20 @@ def section(ranges: Ranges[int], start: int, end: int) -> Ranges[int]:
 
 
 def pop_tail(ranges: Ranges[int], count: int) -> Ranges[int]:
-    """Remove the last `count` slots in place and return them, in block order."""
-    size = len(ranges)
-    if size == _ONE_RANGE and count < ranges[1]:
-        ranges[1] -= count
-        return one_range(ranges[0] + ranges[1], count)
-    head, tail = cut(ranges, slot_count(ranges) - count)
-    del ranges[len(head) :]
-    if head:
-        ranges[-1] = head[-1]
+    """Remove the last `count` slots in place and return them, in block order. Reads no range before them."""
+    place = len(ranges)
+    while count > 0 and place:
+        place -= 2
+        size = ranges[place + 1]
+        if size > count:
+            tail = ranges[place:]
+            tail[0], tail[1] = tail[0] + size - count, count
+            del ranges[place + 2 :]
+            ranges[place + 1] = size - count
+            return tail
+        count -= size
+    tail = ranges[place:]
+    del ranges[place:]
     return tail
 
 
@@ -327,7 +322,8 @@ class FreeRanges:
         """All `slots` are free, or none of them."""
         self._count_at: dict[int, int] = {}  #: first slot -> count
         self._first_before: dict[int, int] = {}  #: past-the-end slot -> first slot
-        self._firsts: dict[int, dict[int, None]] = {}  #: count -> first slots of ranges of this size
+        #: count -> first slots of ranges of this size, first filed first: a dict walks over what has left its front
+        self._firsts: dict[int, OrderedDict[int, None]] = {}
         self._sizes: list[int] = []  #: counts that there are, in order
         if slots and not empty:
             self._file(0, slots)
@@ -351,12 +347,17 @@ class FreeRanges:
         The caller has checked that as many are free.
         """
         taken = no_ranges()
-        firsts, sizes = self._firsts, self._sizes
+        sizes = self._sizes
         while count:
             place = bisect_left(sizes, count)
-            size = sizes[place] if place < len(sizes) else sizes[-1]
-            first = next(iter(firsts[size]))
-            self._unfile(first, size)
+            if place == len(sizes):
+                place -= 1
+            size = sizes[place]
+            firsts = self._firsts[size]
+            first = next(iter(firsts))
+            del self._count_at[first], self._first_before[first + size], firsts[first]
+            if not firsts:
+                del self._firsts[size], sizes[place]
             taken.append(first)
             if size >= count:
                 taken.append(count)
@@ -385,10 +386,9 @@ class FreeRanges:
         self._first_before[first + count] = first
         firsts = self._firsts.get(count)
         if firsts is None:
-            self._firsts[count] = {first: None}
+            firsts = self._firsts[count] = OrderedDict()
             insort(self._sizes, count)
-        else:
-            firsts[first] = None
+        firsts[first] = None
 
     def _unfile(self, first: int, count: int) -> None:
         del self._count_at[first]

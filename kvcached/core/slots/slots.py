@@ -148,6 +148,14 @@ class SlotPool:
         """Whether the slots ``[first, first + count)`` exist and are all in one state."""
         return first >= 0 and self._states.startswith(bytes([state]) * count, first)
 
+    def leading(self, first: int, count: int, state: SlotState) -> int:
+        """How many of the slots ``[first, first + count)`` come before the first that is not in a state."""
+        low, high = 0, count
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.holds(first + low, middle - low, state) else (low, middle - 1)
+        return low
+
     def has(self, ranges: Ranges[int]) -> bool:
         """Whether all these slots exist, no more than there are."""
         exist = all(first >= 0 and count > 0 and first + count <= self.slots for first, count in pairs(ranges))
@@ -199,9 +207,8 @@ class SlotPool:
             give = self._free.give
             for first, count in pairs(ranges):
                 give(first, count)
-        counts = self.counts
-        counts[source] -= moved
-        counts[target] += moved
+        self.counts[source] -= moved
+        self.counts[target] += moved
         copy = ranges[:]
         self.journal.record(cause, source, target, copy)
         if source is SlotState.CACHED:

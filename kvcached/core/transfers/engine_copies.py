@@ -108,7 +108,7 @@ class EngineCopies:
 
     def is_stored_by_another(self, session: OffloadSession, hit: Hit, tree: PrefixTree, keys: bytes) -> bool:
         """Whether a store of another session writes the first block behind a hit."""
-        return store_behind(hit, tree, keys, self._table.engine.values(), session.transfers) is not NO_STORE
+        return store_behind(hit, tree, keys, self._table.engine_stores, session.transfers) is not NO_STORE
 
     def may_store(self, session: OffloadSession, lease: OffloadLease) -> bool:
         """Whether blocks of a lease may be copied, also lost ones. None is, behind one that was passed over."""
@@ -188,6 +188,8 @@ class EngineCopies:
         tree.lock(tree.resolve(run, copy.end), copy.end, HOST)
         copy.enter(TransferState.RUNNING)
         self._table.engine[copy.id] = session.transfers[copy.id] = copy
+        if kind is TransferKind.STORE:
+            self._table.engine_stores[tree, slots[0]] = copy
         return copy
 
     def settled(self, copy: EngineTransfer, shard: int, error: str) -> bool:
@@ -212,6 +214,7 @@ class EngineCopies:
             self._count(copy)
             self._table.drop_corrupt(copy)
         else:
+            del self._table.engine_stores[copy.tree, copy.host[0]]
             self._table.end_store(copy, SlotState.CACHED if good else unwritten)
             if not good and unwritten is SlotState.QUARANTINED:
                 session.quarantined.append((host_of(copy.tree), copy.host))

@@ -211,7 +211,7 @@ class Prefetches:
         if chain.tree.pools:
             return False
         hit = longest_hit(chain.tree, chain.keys, chain.limit)
-        store = store_behind(hit, chain.tree, chain.keys, self._table.engine.values(), prefetch.own)
+        store = store_behind(hit, chain.tree, chain.keys, self._table.engine_stores, prefetch.own)
         prefetch.reach(hit.depth)
         prefetch.wait_for(store, hit.filling)
         return store is not NO_STORE

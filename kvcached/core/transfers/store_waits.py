@@ -7,18 +7,19 @@ the hit. When that store has ended, however it did, the chain is looked at again
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import NamedTuple
+from collections.abc import Container, Mapping
+from typing import NamedTuple, TypeAlias
 
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.messages import TransferKind
-from kvcached.core.slots.ranges import pairs, place_of
+from kvcached.core.slots.ranges import pairs
 from kvcached.core.slots.states import SlotState
 from kvcached.core.transfers.transfer import EngineTransfer
 from kvcached_client.types import TransferId
 
+#: Stores under way by their tree and first host slot.
+EngineStores: TypeAlias = Mapping[tuple[PrefixTree, int], EngineTransfer]
 #: No transfer has this id.
 NO_STORE = TransferId(0)
 
@@ -43,19 +44,19 @@ def longest_hit(tree: PrefixTree, keys: bytes, limit: int) -> Hit:
     if pool.counts[SlotState.FILLING]:
         whole = 0
         for first, count in pairs(tree.path_slots(run, 0, known, HOST)):
-            whole += count
             if not pool.holds(first, count, SlotState.CACHED):
-                states = (pool.state_of(slot) is SlotState.CACHED for slot in range(first, first + count))
-                depth = whole - count + list(states).index(False)
+                depth = whole + pool.leading(first, count, SlotState.CACHED)
                 break
+            whole += count
     return Hit(tree.resolve(run, depth), depth, known - depth)
 
 
 def store_behind(
-    hit: Hit, tree: PrefixTree, keys: bytes, stores: Iterable[EngineTransfer], own: Container[TransferId]
+    hit: Hit, tree: PrefixTree, keys: bytes, stores: EngineStores, own: Container[TransferId]
 ) -> TransferId:
     """The store under way that writes the first block behind a hit; `NO_STORE` if there is none, or it is one of `own`.
 
+    The block is the first of the store: what comes before it on its path is complete, and a store ends as a whole.
     A session does not wait for its own stores: the thread that waits may be the one that has to copy.
     """
     if not hit.filling:
@@ -63,7 +64,5 @@ def store_behind(
     end = hit.depth + 1
     run, _ = tree.match_host(tree.root, 0, keys, end)
     ((slot, _),) = pairs(tree.path_slots(run, hit.depth, end, HOST))
-    for store in stores:
-        if store.kind is TransferKind.STORE and store.tree is tree and place_of(store.host, slot) is not None:
-            return NO_STORE if store.id in own else store.id
-    return NO_STORE
+    store = stores.get((tree, slot))
+    return NO_STORE if store is None or store.id in own else store.id

@@ -23,6 +23,7 @@ class TransferTable:
 
     Attributes:
         worker, engine: those that shards make, by who makes them.
+        engine_stores: stores among those of engines by their tree and first host slot, which no other writes.
         backups, fetches: those of storage, by their direction.
         paused: none but those of device pools are started, because somebody has asked for that; those have pauses of
             their own.
@@ -36,6 +37,7 @@ class TransferTable:
     ) -> None:
         self.worker: dict[TransferId, WorkerTransfer] = {}
         self.engine: dict[TransferId, EngineTransfer] = {}
+        self.engine_stores: dict[tuple[PrefixTree, int], EngineTransfer] = {}
         self.backups: dict[TransferId, StorageTransfer] = {}
         self.fetches: dict[TransferId, StorageTransfer] = {}
         self.sessions = sessions
