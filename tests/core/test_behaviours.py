@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached.core.cache import Cache
+from kvcached.core.index.host_tree import HOST
 from kvcached.core.insight.invariants import check
 from kvcached.core.messages import PoolRestored, TransferKind, WorkerDied
 from kvcached.core.slots.ranges import cut, slot_count
@@ -18,6 +19,7 @@ from kvcached.core.slots.states import SlotState
 from kvcached_client.types import FenceSequence
 from tests.core.engine import BLOCK_SIZE, EPOCH, Engine, keys_of, make_cache, states
 from tests.core.host_tier import Workers, crowd_out, host_counts, host_hit, loading, spans, stored
+from tests.core.offload_engine import OffloadEngine, make_offload
 
 MakeTiers = Callable[..., Cache]
 
@@ -37,6 +39,19 @@ def test_check_finds_a_residency_that_is_no_prefix() -> None:
     beginning.ranges, beginning.length = cut(beginning.ranges, 1)[0], 1
 
     assert any("its parent is not wholly resident" in violation for violation in check(cache))
+
+
+def test_check_finds_a_hole_that_a_segment_does_not_know_of() -> None:
+    """A segment that takes its first hole to be elsewhere is a violation that the checks name."""
+    cache = make_offload()
+    OffloadEngine(cache).store("abcd")
+    (run,) = cache.trees[0].runs()
+    segment = run.segments[HOST]
+    assert segment is not None
+    assert check(cache) == []
+    segment.solid = 3
+
+    assert any("4 blocks before a hole, not 3" in violation for violation in check(cache))
 
 
 def test_check_finds_a_lock_that_nobody_holds() -> None:

@@ -12,22 +12,22 @@ from collections import Counter
 from kvcached.core.eviction.by_tenant import ByTenant
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
-from kvcached.core.index.pieces import Piece, by_run, gaps_of
+from kvcached.core.index.pieces import Piece, by_run
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.run_tree import RunTree, resident
 from kvcached.core.slots.host_slots import HostPool, SlabAllocator
 from kvcached.core.slots.ranges import (
     Ranges,
     append,
+    chained,
     cut,
-    has_holes,
     hole,
     hole_tail,
     join,
     no_ranges,
     overlaid,
     pairs,
-    section,
+    pop_tail,
     slot_count,
     solid_length,
     solid_tail,
@@ -97,10 +97,7 @@ class HostTree(RunTree):
             own = child.keys
             after = position + len(own)
             if (
-                after <= end
-                and not segment.holed
-                and segment.length * KEY_SIZE == len(own)
-                and own.endswith(keys[after - KEY_SIZE : after])
+                after <= end and segment.solid * KEY_SIZE == len(own) and own.endswith(keys[after - KEY_SIZE : after])
             ):  # all of the run
                 run, position = child, after
                 continue
@@ -116,7 +113,7 @@ class HostTree(RunTree):
         if segment is None:
             return 0
         most = min(limit, len(keys) // KEY_SIZE) - depth
-        return run.common(offset, keys, depth, min(solid_length(segment.ranges, offset), most))
+        return run.common(offset, keys, depth, min(segment.solid_from(offset), most))
 
     def missing_in_host(self, run: Run, depth: int) -> list[Piece]:
         """Blocks of the path ``[0, depth)`` that the host pool does not hold.
@@ -127,9 +124,10 @@ class HostTree(RunTree):
         while run.parent is not None:
             segment = run.segments[HOST]
             wanted = depth - run.start
-            if segment is None or segment.holed or segment.length < wanted:
-                gaps = gaps_of(segment.ranges if segment is not None else no_ranges(), wanted)
-                found.extend(Piece(run.start + first, run.start + end) for first, end in reversed(gaps))
+            if segment is None:
+                found.append(Piece(run.start, depth))
+            elif segment.solid < wanted:
+                found.extend(Piece(run.start + first, run.start + end) for first, end in segment.gaps(wanted))
             run, depth = run.parent, run.start
         merged: list[Piece] = []
         for piece in reversed(found):
@@ -158,11 +156,11 @@ class HostTree(RunTree):
         if host is None or host.length < segment.length:
             return 0
         count = segment.evictable_tail
-        if host.holed:
-            count = min(solid_tail(section(host.ranges, 0, segment.length)), count)
+        if host.solid < segment.length:
+            count = min(solid_tail(host.slots(0, segment.length)), count)
         if not self._host.counts[SlotState.FILLING]:
             return count
-        slots = section(host.ranges, segment.length - count, segment.length)
+        slots = host.slots(segment.length - count, segment.length)
         return count if all(self._host.holds(*each, SlotState.CACHED) for each in pairs(slots)) else 0
 
     def touch_host(self, run: Run, depth: int, *, is_hit: bool = False, priority: int | None = None) -> None:
@@ -190,13 +188,7 @@ class HostTree(RunTree):
         which the caller locks at once.
         """
         count = len(keys) // KEY_SIZE
-        end = self.commit(run, depth, keys, hole(count), HOST).run if count else run
-        at = end
-        while at.parent is not None and at.end > depth:
-            segment = resident(at, HOST)
-            segment.holed = has_holes(segment.ranges)
-            at = at.parent
-        return end
+        return self.commit(run, depth, keys, hole(count), HOST).run if count else run
 
     def cover_host(self, run: Run, depth: int) -> None:
         """The host pool covers the path ``[0, depth)``, by holes where it holds nothing of it; the caller locks it."""
@@ -275,9 +267,9 @@ class HostTree(RunTree):
         lost: tuple[Run, int] | None = None
         while run.parent is not None:
             segment = run.segments[HOST]
-            if segment is not None and has_holes(segment.ranges):
+            if segment is not None and segment.solid < segment.length:
                 held = max((each.length for each in run.segments[:HOST] if each is not None), default=0)
-                offset = held + solid_length(segment.ranges, held)
+                offset = held + segment.solid_from(held)
                 if offset < segment.length:
                     lost = run, offset
             run = run.parent
@@ -331,10 +323,10 @@ class HostTree(RunTree):
             if segment is not None:
                 if segment.resident_children:
                     return
-                holes = min(hole_tail(segment.ranges), segment.length - segment.protected) if segment.holed else 0
-                if holes:
-                    self.trim(segment, holes, HOST)
-                    segment.holed = has_holes(segment.ranges)
+                if segment.solid < segment.length:
+                    holes = min(hole_tail(segment.ranges), segment.length - segment.protected)
+                    if holes:
+                        self.trim(segment, holes, HOST)
                 if segment.length:
                     return
             at = at.parent
@@ -349,21 +341,18 @@ class HostTree(RunTree):
         """Write slots, or holes, over blocks of a run, counted from its first."""
         first, last = pieces[0].start, pieces[-1].end
         segment = self._cover(run, first)
+        before, behind = cut(pop_tail(segment.ranges, segment.length - first), last - first)
         if len(pieces) > 1:
-            slots = overlaid(section(segment.ranges, first, last), pieces, slots)
+            slots = overlaid(before, pieces, slots)
         if self.tenants is not None and run.tenant:
-            before = slot_count(without_holes(section(segment.ranges, first, last)))
-            self.tenants.count(run.tenant, slot_count(without_holes(slots)) - before)
-        if segment.length == first:
-            append(segment.ranges, slots)
-            segment.grow(last - first, is_holed=has_holes(slots))
-            return
-        ranges = section(segment.ranges, 0, first)
-        append(ranges, slots)
-        append(ranges, section(segment.ranges, last, segment.length))
+            change = slot_count(without_holes(slots)) - slot_count(without_holes(before))
+            self.tenants.count(run.tenant, change)
+        rest = chained(slots, behind)
+        append(segment.ranges, rest)
         if last > segment.length:
             segment.grow(last - segment.length)
-        segment.ranges, segment.holed = ranges, has_holes(ranges)
+        if segment.solid >= first:  # no hole lies before them
+            segment.solid = first + solid_length(rest, 0)
         segment.backed = min(segment.backed, first)
 
     def _cover(self, run: Run, length: int) -> Segment:
@@ -384,7 +373,7 @@ class HostTree(RunTree):
             wanted = length if each is run else each.length
             if segment.length < wanted:
                 append(segment.ranges, hole(wanted - segment.length))
-                segment.grow(wanted - segment.length, is_holed=True)
+                segment.grow(wanted - segment.length)
         return resident(run, HOST)
 
     def _resident_below(self, run: Run, pool: int) -> list[Run]:

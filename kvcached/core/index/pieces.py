@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvcached.core.index.run import Run
-from kvcached.core.slots.ranges import Ranges, pairs
 
 
 class Piece(NamedTuple):
@@ -14,20 +13,6 @@ class Piece(NamedTuple):
 
     start: int
     end: int
-
-
-def gaps_of(ranges: Ranges[int], wanted: int) -> list[tuple[int, int]]:
-    """Blocks [first, end) among the first `wanted` that are holes, or that the ranges do not reach."""
-    gaps: list[tuple[int, int]] = []
-    position = 0
-    for first, count in pairs(ranges):
-        end = min(position + count, wanted)
-        if first < 0 and position < wanted:
-            gaps.append((position, end))
-        position += count
-    if position < wanted:
-        gaps.append((position, wanted))
-    return gaps
 
 
 def first_blocks(pieces: list[Piece], count: int) -> list[Piece]:

@@ -14,10 +14,14 @@ ends a segment, unless something below it is held.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
+
 from kvcached.core.index.part_uses import PartUse, higher, in_order
-from kvcached.core.slots.ranges import Ranges, cut
+from kvcached.core.slots.ranges import Ranges, cut, section, solid_length
 
 KEY_SIZE = 16
+#: The deepest of fewer locks is found by looking at all.
+_MANY_LOCKS = 16
 
 
 class Segment:
@@ -28,8 +32,10 @@ class Segment:
         above: the parent run's segment in the same pool; None for the root's.
         ranges: slots in block order; `length` of them in all.
         length: resident blocks, counted from the run's first.
+        solid: those before the first hole: all of them in a device pool.
         locks: leases and fences by the absolute depth that they reach; only those that end in this run.
         locked: the deepest of them, 0 without any.
+        lock_order: the depths of many locks, negated, as a heap; those that `locks` does not have are outdated.
         protected: leading blocks that eviction cannot have, because of locks here or below.
         locked_children: child segments with something protected.
         resident_children: child segments of the same pool.
@@ -40,7 +46,6 @@ class Segment:
         moved_down: its place in the lower segment of `slru`, if it was moved there; outdated by a later use.
         queued: the eviction policy has an entry for it.
         filed_priority: the priority that this entry is filed under.
-        holed: of the host pool: its ranges may have holes.
         backed: of the host pool: leading blocks that need not be written to storage any more.
     """
 
@@ -49,9 +54,9 @@ class Segment:
         "backed",
         "filed_priority",
         "hit_end",
-        "holed",
         "last_used",
         "length",
+        "lock_order",
         "locked",
         "locked_children",
         "locks",
@@ -63,14 +68,18 @@ class Segment:
         "ranges",
         "resident_children",
         "run",
+        "solid",
     )
 
     def __init__(self, run: Run, above: Segment | None, ranges: Ranges[int], length: int, last_used: int) -> None:
+        """`ranges` are holes, or have none."""
         self.run = run
         self.above = above
         self.ranges = ranges
         self.length = length
+        self.solid = 0 if ranges and ranges[0] < 0 else length
         self.locks: dict[int, int] | None = None
+        self.lock_order: list[int] | None = None
         self.locked = 0
         self.protected = 0
         self.locked_children = 0
@@ -82,8 +91,76 @@ class Segment:
         self.moved_down: tuple[int, int] | None = None
         self.queued = False
         self.filed_priority = 0
-        self.holed = False
         self.backed = 0
+
+    def slots(self, start: int, end: int) -> Ranges[int]:
+        """The slots of blocks ``[start, end)``, as far as there are any: a new list, found from the nearer end."""
+        ranges, place, at = self.ranges, len(self.ranges), self.length
+        if 2 * start <= at:
+            return section(ranges, start, end)
+        while at > start:
+            place -= 2
+            at -= ranges[place + 1]
+        return section(ranges[place:], start - at, end - at)
+
+    def solid_from(self, offset: int) -> int:
+        """How many blocks from `offset` on have slots, up to the first hole."""
+        return self.solid - offset if offset <= self.solid else solid_length(self.ranges, offset)
+
+    def gaps(self, wanted: int) -> list[tuple[int, int]]:
+        """Blocks ``[first, end)`` among the first `wanted` that are holes, or behind its end; the last ones first."""
+        gaps = [(self.length, wanted)] if self.length < wanted else []
+        ranges, place, end = self.ranges, len(self.ranges), self.length
+        while end > self.solid:
+            place -= 2
+            first = end - ranges[place + 1]
+            if ranges[place] < 0 and first < wanted:
+                gaps.append((first, min(end, wanted)))
+            end = first
+        return gaps
+
+    def lock(self, depth: int) -> bool:
+        """A lock more reaches a depth; whether none has been as deep."""
+        locks = self.locks
+        if locks is None:
+            self.locks = {depth: 1}
+        elif depth in locks:
+            locks[depth] += 1
+        else:
+            locks[depth] = 1
+            if self.lock_order is not None:
+                heappush(self.lock_order, -depth)
+                if len(self.lock_order) > 2 * len(locks) + _MANY_LOCKS:
+                    self.lock_order = None  # most are outdated: made anew when somebody asks
+        if depth <= self.locked:
+            return False
+        self.locked = depth
+        return True
+
+    def unlock(self, depth: int) -> bool:
+        """A lock less reaches a depth, which one does; whether none is as deep any more."""
+        locks = self.locks or {}
+        if locks[depth] > 1:
+            locks[depth] -= 1
+            return False
+        del locks[depth]
+        if not locks:
+            self.locks = self.lock_order = None
+        if depth < self.locked:
+            return False
+        self.locked = self._deepest(locks)
+        return True
+
+    def _deepest(self, locks: dict[int, int]) -> int:
+        order = self.lock_order
+        if order is None:
+            if len(locks) < _MANY_LOCKS:
+                return max(locks, default=0)
+            order = self.lock_order = [-depth for depth in locks]
+            heapify(order)
+        while -order[0] not in locks:
+            heappop(order)
+        return -order[0]
 
     def back(self, blocks: int) -> None:
         """So many leading blocks need not be written to storage any more."""
@@ -109,8 +186,8 @@ class Segment:
         is_only = not uses and stamp > self.last_used
         self.part_uses = (use,) if is_only else in_order((*uses, use), self.last_used, self.priority)
 
-    def grow(self, count: int, *, is_holed: bool = False) -> None:
-        """Blocks join its end, some of them holes if `is_holed`. Their priority is that of their own requests.
+    def grow(self, count: int, *, is_solid: bool = False) -> None:
+        """Blocks join its end; if `is_solid`, all have slots. Their priority is that of their own requests.
 
         It is not worth remembering that what was there has priority 0: then what joins it has no lower one. Uses that
         were later than that of the last block may not be, now that the last block is a new one.
@@ -121,8 +198,9 @@ class Segment:
             self.priority = None
         if uses:
             self.part_uses = in_order(uses, self.last_used, self.priority)
+        if is_solid and self.solid == self.length:
+            self.solid += count
         self.length += count
-        self.holed = self.holed or is_holed
 
     def end_part_uses(self) -> None:
         """It was cut: uses that reach its end now are uses of all of it."""
@@ -138,7 +216,8 @@ class Segment:
         ranges, self.ranges = cut(self.ranges, offset)
         front = Segment(head, self.above, ranges, offset, self.last_used)
         front.resident_children = 1
-        front.holed = self.holed
+        front.solid = min(self.solid, offset)
+        self.solid = self.solid - offset if self.solid > offset else solid_length(self.ranges, 0)
         front.hit_end, front.priority = min(self.hit_end, head.end), self.priority
         front.moved_down = self.moved_down
         if self.part_uses:
@@ -150,7 +229,7 @@ class Segment:
         if self.locks:
             shallow = {depth: count for depth, count in self.locks.items() if depth <= head.end}
             deep = {depth: count for depth, count in self.locks.items() if depth > head.end}
-            front.locks, self.locks = shallow or None, deep or None
+            front.locks, self.locks, self.lock_order = shallow or None, deep or None, None
             front.locked, self.locked = max(shallow, default=0), max(deep, default=0)
         protected = self.protected
         self.protected = max(protected - offset, 0)

@@ -16,7 +16,7 @@ from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
 from kvcached.core.index.part_uses import PartUse
 from kvcached.core.index.run import KEY_SIZE, Run, Segment
-from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, places_of, pop_tail, section, whole_tail
+from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, places_of, pop_tail, whole_tail
 from kvcached.core.slots.slots import SlotPool
 from kvcached_client.types import MissReason
 
@@ -123,7 +123,7 @@ class RunTree:
         run = self.resolve(run, depth)
         parts: list[Ranges[int]] = []
         while run.parent is not None and depth > start:
-            parts.append(section(resident(run, pool).ranges, start - run.start, depth - run.start))
+            parts.append(resident(run, pool).slots(start - run.start, depth - run.start))
             run, depth = run.parent, run.start
         slots = no_ranges()
         for part in reversed(parts):
@@ -165,13 +165,7 @@ class RunTree:
         if not depth:
             return
         segment = resident(run, pool)
-        locks = segment.locks
-        if locks is None:
-            segment.locks = {depth: 1}
-        else:
-            locks[depth] = locks.get(depth, 0) + 1
-        if depth > segment.locked:
-            segment.locked = depth
+        if segment.lock(depth):
             self._reprotect(segment, pool)
 
     def unlock(self, run: Run, depth: int, pool: int) -> None:
@@ -183,17 +177,9 @@ class RunTree:
         if not depth:
             return
         segment = resident(run, pool)
-        locks = segment.locks
-        if locks is None or depth not in locks:
+        if segment.locks is None or depth not in segment.locks:
             raise RuntimeError(f"no lock at depth {depth} of run [{run.start}, {run.end}) in pool {pool}")
-        if locks[depth] > 1:
-            locks[depth] -= 1
-            return
-        del locks[depth]
-        if not locks:
-            segment.locks = None
-        if depth == segment.locked:
-            segment.locked = max(locks, default=0)
+        if segment.unlock(depth):
             self._reprotect(segment, pool)
 
     def touch(self, run: Run, depth: int, pool: int, *, is_hit: bool = False, priority: int | None = None) -> None:
@@ -286,7 +272,7 @@ class RunTree:
         if segment is not None:
             append(segment.ranges, slots)
             segment.last_used = owner.clock
-            segment.grow(count)
+            segment.grow(count, is_solid=slots[0] >= 0)
             return
         above = run.parent.segments[pool] if run.parent is not None else None
         if above is None:
@@ -342,6 +328,7 @@ class RunTree:
         if count < segment.length:
             freed = pop_tail(segment.ranges, count)
             segment.length -= count
+            segment.solid = min(segment.solid, segment.length)
             segment.backed = min(segment.backed, segment.length)
             segment.end_part_uses()
             if segment.length > segment.protected or segment.queued:

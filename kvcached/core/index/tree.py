@@ -19,11 +19,9 @@ from kvcached.core.messages import BlocksCached
 from kvcached.core.slots.host_slots import HostPool
 from kvcached.core.slots.ranges import (
     Ranges,
-    has_holes,
     join,
     no_ranges,
     pairs,
-    section,
     slot_count,
     whole_tail,
     without_holes,
@@ -122,9 +120,9 @@ class PrefixTree(HostTree):
         if host is None:
             self.counters["dropped_blocks"] += max(end - first, 0)
             return
-        kept = slot_count(without_holes(section(host.ranges, first, end)))
+        kept = slot_count(without_holes(host.slots(first, end)))
         self.counters["dropped_blocks"] += max(end - first, 0) - kept
-        if has_holes(host.ranges):
+        if host.solid < host.length:
             self._drop_lost(run)
 
     def drop(self, run: Run, depth: int, pool: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> Ranges[int]:
@@ -142,7 +140,7 @@ class PrefixTree(HostTree):
             dropped.extend(self.trim(segment, segment.length - (depth - run.start), pool))
         for each in (run, *below):
             host = each.segments[HOST]
-            if host is not None and has_holes(host.ranges):
+            if host is not None and host.solid < host.length:
                 self._drop_lost(each)
         self._note_gone(reason)
         return dropped

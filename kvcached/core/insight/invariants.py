@@ -23,7 +23,7 @@ from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import TransferKind
 from kvcached.core.pins import Held
 from kvcached.core.session import OffloadSession
-from kvcached.core.slots.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, without_holes
+from kvcached.core.slots.ranges import Ranges, has_holes, no_ranges, pairs, slot_count, solid_length, without_holes
 from kvcached.core.slots.slots import DevicePool, SlotPool
 from kvcached.core.slots.states import NO_MEMORY, PrefetchState, SessionState, SlotState, TransferState
 from kvcached.core.transfers.prefix_locks import PrefixLock
@@ -228,8 +228,9 @@ def _residency(tree: PrefixTree, runs: list[Run], pool: SlotPool, index: int) ->
         if not 0 < segment.length <= run.length or slots != segment.length:
             yield f"{_name(run)} in pool {pool.name}: length {segment.length}, {slots} slots, {run.length} keys"
         above = run.parent.segments[index] if run.parent else None
-        if not segment.holed and has_holes(segment.ranges):
-            yield f"{_name(run)} in pool {pool.name}: an unexpected hole among {segment.ranges}"
+        solid = solid_length(segment.ranges, 0)
+        if segment.solid != solid or (pool is not tree.host and has_holes(segment.ranges)):
+            yield f"{_name(run)} in pool {pool.name}: {solid} blocks before a hole, not {segment.solid}"
         if above is None or run.parent is None or above.length != run.parent.length:
             yield f"{_name(run)} in pool {pool.name}: its parent is not wholly resident"
 

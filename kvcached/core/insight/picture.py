@@ -235,7 +235,7 @@ def _shown(tree: PrefixTree, run: Run, above: int, total: int, idle: int) -> Sho
 
 
 def _blocks(segment: Segment) -> int:
-    return slot_count(without_holes(segment.ranges)) if segment.holed else segment.length
+    return slot_count(without_holes(segment.ranges)) if segment.solid < segment.length else segment.length
 
 
 def _run_count(tree: PrefixTree) -> int:

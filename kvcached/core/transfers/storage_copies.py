@@ -16,7 +16,7 @@ from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import Run, Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Effect, ForgetStored, StartBackup, TransferKind, span_of
-from kvcached.core.slots.ranges import append, no_ranges, one_range, pairs, section
+from kvcached.core.slots.ranges import append, no_ranges, one_range, pairs
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
@@ -268,7 +268,7 @@ def _unwritten(tree: PrefixTree, run: Run, depth: int, most: int) -> list[Piece]
 def _complete(tree: PrefixTree, segment: Segment, offset: int, reach: int) -> int:
     """How far the copies of a segment are complete from an offset on."""
     host = tree.members[HOST]
-    for first, count in pairs(section(segment.ranges, offset, reach)):
+    for first, count in pairs(segment.slots(offset, reach)):
         if first < 0 or not host.holds(first, count, SlotState.CACHED):
             break
         offset += count
