@@ -86,6 +86,49 @@ def test_floor_is_kept_from_others_and_not_from_its_tenant() -> None:
     assert [engine.hit(text) for text in newer] == [5] * 8
 
 
+def test_tenant_that_has_kept_its_floor_gives_once_it_has_more() -> None:
+    """A tenant that had nothing to give while others made room does not keep what it gets above its floor later."""
+    engine = Tenants(KEPT)
+    engine.fill("kept", 3)
+    nobodys = engine.fill("", 8, first=100)
+    assert engine.blocks["kept"] == 15
+    for text in nobodys[-3:]:
+        engine.serve(text, "kept")
+    assert engine.blocks["kept"] == 30
+
+    engine.fill("", 8, first=300)
+    assert engine.blocks["kept"] == 18
+
+
+def test_tenant_that_has_kept_its_floor_gives_to_itself() -> None:
+    """What a tenant at its floor stores goes in place of its own blocks, where those were used longest ago."""
+    engine = Tenants(KEPT)
+    mine = engine.fill("kept", 3)
+    engine.fill("", 8, first=100)
+    engine.fill("kept", 1, first=200)
+
+    assert engine.blocks["kept"] == 15
+    assert [engine.hit(text) for text in mine] == [0, 5, 5]
+
+
+def test_tenant_that_has_kept_its_floor_gives_once_that_is_lower() -> None:
+    """Where the namespace has lost slabs, a floor is a part of what is left, also one that others met before."""
+    engine = Tenants(KEPT)
+    mine = engine.fill("kept", 3)
+    engine.fill("", 8, first=100)
+    for text in mine:
+        engine.serve(text, "kept")  # so that slabs of others are taken
+    other = OffloadEngine(engine.cache, space("n", per_slab=PER_SLAB))
+    for number in range(4):
+        other.store(chr(0x5E00 + number) * 5)
+    tenants = engine.core.namespaces.by_root[engine.spec.root].tree.tenants
+    assert tenants is not None
+    assert (engine.blocks["kept"], tenants.bounds("kept")[0]) == (15, 9)
+
+    engine.fill("", 8, first=300)
+    assert engine.blocks["kept"] == 9
+
+
 def test_without_a_floor_the_least_recently_used_go_whosever_they_are() -> None:
     """Between tenants, last use decides, as it does without quotas."""
     engine = Tenants(QuotaRule("a"), QuotaRule("b"))

@@ -17,6 +17,8 @@ from kvcached.core.slots.ranges import slot_count, without_holes
 
 #: Tenants that are reported.
 SHARES_MAX = 100
+#: Tenants whose rule is remembered. Clients choose the names, so there may be any number of them.
+RULES_KNOWN_MAX = 4096
 #: How a tenant's next victim compares with those of others: priority, last use.
 _Age = tuple[int, int]
 
@@ -25,8 +27,9 @@ class ByTenant:
     """The eviction policy of a host pool with quotas of tenants: one order for each, and who has to give next.
 
     Within one tenant, `make`'s policy decides. Between tenants, the one goes first whose next victim has the lowest
-    priority and, among these, was used longest ago; but no tenant gives to others what its floor keeps for it. An
-    operation is O(log n) in the number of tenants, beside what the tenant's policy takes.
+    priority and, among these, was used longest ago; but no tenant gives to others what its floor keeps for it. One that
+    has no more than that is parked outside the order until it may give again. An operation is O(log n) in the number of
+    tenants, beside what the tenant's policy takes, and spread over those that have parked a tenant.
 
     Args:
         make: the policy of one tenant.
@@ -39,7 +42,20 @@ class ByTenant:
         is_taker_only: whether only that tenant's blocks may go.
     """
 
-    __slots__ = ("_ages", "_host", "_make", "_order", "_policies", "_rules", "blocks", "is_taker_only", "taker")
+    __slots__ = (
+        "_ages",
+        "_host",
+        "_known_rules",
+        "_make",
+        "_order",
+        "_parked",
+        "_parked_of",
+        "_policies",
+        "_rules",
+        "blocks",
+        "is_taker_only",
+        "taker",
+    )
 
     def __init__(self, make: Callable[[], EvictionPolicy], rules: tuple[QuotaRule, ...], host: HostPool) -> None:
         self._make = make
@@ -48,6 +64,9 @@ class ByTenant:
         self._policies: dict[str, EvictionPolicy] = {}
         self._ages: dict[str, _Age] = {}  #: of each tenant's next victim; it may be younger
         self._order: list[tuple[_Age, str]] = []  #: a heap; entries that `_ages` does not have are outdated
+        self._parked: set[str] = set()  #: tenants that have an age and no entry, for they were at their floors
+        self._parked_of = 0  #: floors were those of so many reachable slots then
+        self._known_rules: dict[str, QuotaRule | None] = {}
         self.blocks: Counter[str] = Counter()
         self.taker: str | None = None
         self.is_taker_only = False
@@ -56,15 +75,24 @@ class ByTenant:
 
     def is_bounded(self, tenant: str) -> bool:
         """Whether a rule names a tenant."""
-        return any(rule.matches([tenant]) for rule in self._rules)
+        return self._rule(tenant) is not None
 
     def bounds(self, tenant: str) -> tuple[int, int]:
         """Floor and cap of a tenant, in blocks: parts of what the namespace has, or could have at once."""
         reachable = self._host.reachable
-        rule = next((rule for rule in self._rules if tenant and rule.matches([tenant])), None)
+        rule = self._rule(tenant)
         if rule is None:
             return 0, reachable
         return reachable * rule.floor_percent // 100, max(reachable * rule.cap_percent // 100, 1)
+
+    def _rule(self, tenant: str) -> QuotaRule | None:
+        """The first rule that names a tenant; none names nobody."""
+        known = self._known_rules
+        if tenant not in known:
+            if len(known) >= RULES_KNOWN_MAX:
+                known.clear()
+            known[tenant] = next((rule for rule in self._rules if tenant and rule.matches([tenant])), None)
+        return known[tenant]
 
     def room(self, tenant: str) -> int:
         """How many blocks more a tenant may have; below 0 where it has too many."""
@@ -77,6 +105,8 @@ class ByTenant:
     def count(self, tenant: str, change: int) -> None:
         """The pool has so many blocks more of a tenant."""
         self.blocks[tenant] += change
+        if change > 0 and tenant in self._parked:
+            self._unpark([tenant])
         if not self.blocks[tenant]:
             del self.blocks[tenant]
 
@@ -101,6 +131,8 @@ class ByTenant:
     def make_room_for(self, taker: str | None, *, only: bool = False) -> None:
         """The next victims go for a tenant: any, or `only` its own; None: for nobody any more."""
         self.taker, self.is_taker_only = taker, only
+        if taker in self._parked:
+            self._unpark([taker])
 
     # --- as `EvictionPolicy` ----------------------------------------------------------------------------------------
 
@@ -121,19 +153,18 @@ class ByTenant:
         if self.is_taker_only:
             policy = self._policies.get(self.taker or "")
             return None if policy is None else policy.pop()
-        kept: list[tuple[_Age, str]] = []
+        if self._parked and (self.taker is None or self._host.reachable != self._parked_of):
+            self._unpark(list(self._parked))
         victim = None
         while victim is None and self._order:
-            entry = heappop(self._order)
-            age, tenant = entry
+            age, tenant = heappop(self._order)
             if self._ages.get(tenant) != age:
                 continue  # outdated
             if self._may_give(tenant) <= 0:
-                kept.append(entry)
+                self._parked.add(tenant)
+                self._parked_of = self._host.reachable
                 continue
             victim = self._next_of(tenant, age)
-        for entry in kept:
-            heappush(self._order, entry)
         return victim
 
     def most(self, segment: Segment) -> int:
@@ -159,6 +190,7 @@ class ByTenant:
         self._policies.clear()
         self._ages.clear()
         self._order.clear()
+        self._parked.clear()
         self.blocks.clear()
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -183,7 +215,12 @@ class ByTenant:
         self._file(tenant, actual)
         return segment
 
+    def _unpark(self, tenants: list[str]) -> None:
+        for tenant in tenants:
+            self._file(tenant, self._ages[tenant])
+
     def _file(self, tenant: str, age: _Age) -> None:
+        self._parked.discard(tenant)
         self._ages[tenant] = age
         heappush(self._order, (age, tenant))
 
