@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from kvcached.core.index.run import Run
@@ -194,3 +196,36 @@ class FenceHold:
         """Its path is ``[0, depth)`` to `run` from now on; the lock is the caller's to move."""
         self.run, self.depth = run, depth
         self.suspect = min(self.suspect, depth)
+
+
+class FenceHolds:
+    """What fences of a session still hold, in the order in which that was noted."""
+
+    def __init__(self) -> None:
+        self._holds: dict[int, FenceHold] = {}  #: by number
+        self._by_fence: list[tuple[FenceSequence, int]] = []  #: a heap of fences and numbers
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def __iter__(self) -> Iterator[FenceHold]:
+        return iter(self._holds.values())
+
+    def append(self, hold: FenceHold) -> None:
+        """One more."""
+        self._last += 1
+        self._holds[self._last] = hold
+        heappush(self._by_fence, (hold.fence, self._last))
+
+    def take(self, fence: FenceSequence) -> list[FenceHold]:
+        """Remove what this fence and earlier ones hold. O(log n) for each."""
+        numbers: list[int] = []
+        while self._by_fence and self._by_fence[0][0] <= fence:
+            numbers.append(heappop(self._by_fence)[1])
+        return [self._holds.pop(number) for number in sorted(numbers)]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._holds.clear()
+        self._by_fence.clear()

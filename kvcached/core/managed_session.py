@@ -10,7 +10,7 @@ from kvcached.core.eviction.reuse import TreeReuse
 from kvcached.core.index.run import KEY_SIZE, Run
 from kvcached.core.index.run_tree import resident
 from kvcached.core.index.tree import PrefixTree
-from kvcached.core.lease import FenceHold, ManagedLease, SharedCopy
+from kvcached.core.lease import FenceHold, FenceHolds, ManagedLease, SharedCopy
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import Leases, Session
 from kvcached.core.slots.ranges import (
@@ -62,7 +62,7 @@ class ManagedSession(Session):
     tree: PrefixTree
     pool: DevicePool
     fence: FenceSequence = NO_FENCE
-    holds: list[FenceHold] = field(default_factory=list)
+    holds: FenceHolds = field(default_factory=FenceHolds)
     quarantined: Ranges[int] = field(default_factory=no_ranges)
     counters: Counter[str] = field(default_factory=Counter)
     writes_through: bool = False
@@ -123,9 +123,7 @@ class ManagedSession(Session):
         if fence <= self.fence:
             return
         self.fence = fence
-        done = [hold for hold in self.holds if hold.fence <= fence]
-        self.holds = [hold for hold in self.holds if hold.fence > fence]
-        for hold in done:
+        for hold in self.holds.take(fence):
             if hold.suspect < hold.depth:
                 self.pool.note_cached(self.tree.cached_blocks(hold.run, hold.suspect, hold.depth, self.pool))
             self.pool.move(hold.slots, SlotState.FENCED, SlotState.FREE, f"fence {hold.fence} of session {self.id}")
