@@ -71,6 +71,24 @@ def test_shard_hears_that_its_store_was_called_off(office: OffloadOffice) -> Non
     assert ended(structs.replace(again, id=office.next_id(), kind="load")) == ()
 
 
+def test_report_of_several_loads_behind_a_goodbye_ends_all_of_them(office: OffloadOffice) -> None:
+    """A shard that names its loads in one message too late is refused, and all of them are over all the same."""
+    scheduler, shard = FakePeer(1), FakePeer(2)
+    welcome = office.attach(scheduler)
+    office.join(shard, welcome)
+    loads = []
+    for seed in (0, 1):
+        office.store_blocks(welcome, 2, seed=seed)
+        lease = office.acquire_blocks(2, seed=seed, request=f"load-{seed}").lease
+        loads.append(office.expect(wire.LoadPrepared, office.prepare_load(lease, 2)).transfer)
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+
+    for number in (0, 1):
+        done = structs.replace(office.transfer_done(welcome, loads[0], number, kind="load"), more=(loads[1],))
+        assert office.error(done) is ErrorCode.SESSION_EXPIRED
+    assert (office.cache.offload.transfers, office.cache.offload.sessions) == ([], {})
+
+
 def test_slots_wait_for_the_last_process(office: OffloadOffice) -> None:
     """A dead scheduler's stores are set aside while a shard process lives, and free when that is dead, too."""
     scheduler, shard = FakePeer(1), FakePeer(2)

@@ -153,12 +153,19 @@ class OffloadVerbs:
         session = self._groups.authenticate(SessionId(request.session), request.token).session
         corrupt = tuple(array("i", frames[0])) if frames else ()
         kind, transfer = TransferKind(request.kind), TransferId(request.transfer)
-        ended = []
+        ended: list[TransferId] = []
+        refused: list[Refusal] = []
         for number, bad in ((transfer, corrupt), *((TransferId(more), ()) for more in request.more)):
-            state = self._core.transfer_done(session, kind, number, request.shard, request.error, bad)
+            try:
+                state = self._core.transfer_done(session, kind, number, request.shard, request.error, bad)
+            except Refusal as refusal:
+                refused.append(refusal)  # a load's slots are free all the same, and so are those of the copies to come
+                continue
             self._copy_times.reported(number, state)
             if state is None:
                 ended.append(number)
+        if refused:
+            raise refused[0]
         # What was written into slots that were others' already; a late load or failure harms nobody.
         has_written = kind is TransferKind.STORE and request.shard != EVERY_SHARD and not request.error
         return Answer(wire.Settled(id=request.id, ended=tuple(ended) if has_written else ()))
