@@ -106,21 +106,47 @@ def test_past_counts_half_after_a_while() -> None:
     assert (before > 0.95, tree.hit_ratios()[-1] < 0.9) == (True, True)
 
 
-def test_namespace_of_smaller_blocks_changes_no_estimate_of_the_others() -> None:
-    """It has fewer blocks sampled from then on, and those sampled before do not count for more than they were."""
-    known = [prompt(str(number), 20) for number in range(60)]  # 1200 blocks, which fit into the 2000 slots
-    sample = ReuseSample(_SLABS, 4096, 0.5)
+def test_namespace_of_tiny_blocks_changes_no_estimate_of_the_others() -> None:
+    """Few of its own blocks are sampled, and as many of the others' as without it."""
+    requests = zipf(Random(7), prompts=200, requests=500)
+    sample = ReuseSample(_SLABS, rate_max=0.5)
     tree = sample.of_tree(_SLOTS_PER_SLAB)
-    for turn in range(6):
-        if turn == 3:
-            sample.of_tree(16 * _SLOTS_PER_SLAB)
-        for keys in known:
-            tree.asked(keys)
-            sample.look()
+    for turn, keys in enumerate(requests):
+        if turn == 100:
+            tiny = sample.of_tree(1000 * _SLOTS_PER_SLAB)
+            tiny.asked(Random(7).randbytes(100_000 * KEY_SIZE))
+        tree.asked(keys)
+    assert tree.hit_ratios() == pytest.approx(sampled(requests).hit_ratios(), abs=0.02)
+    assert 0 < len([each for each, _ in sample._places if each is tiny]) < 500
 
-    hits = dict(zip(SIZE_RATIOS, tree.hit_ratios(), strict=True))
-    assert hits[1.0] == pytest.approx(played(known * 6, _SLABS * _SLOTS_PER_SLAB), abs=0.04)
-    assert hits[4.0] == pytest.approx(hits[1.0], abs=0.02)
+
+@pytest.mark.parametrize("blocks_max", [4096, 1024])
+def test_blocks_count_by_their_size(blocks_max: int) -> None:
+    """Small blocks push large ones out of the pool, and large ones small ones, by as much as they take of it."""
+    random, own = Random(7), [prompt(f"large {part}", 40) for part in range(20)]  # 800 blocks of 2,000
+    sample = ReuseSample(_SLABS, blocks_max, rate_max=0.5)
+    large, small = sample.of_tree(_SLOTS_PER_SLAB), sample.of_tree(16 * _SLOTS_PER_SLAB)
+    again = random.randbytes(16 * 100 * KEY_SIZE)  # as much as 100 of the large blocks
+    for _ in range(30):
+        for keys in own:
+            large.asked(keys)
+        small.asked(random.randbytes(16 * 2500 * KEY_SIZE))
+        small.asked(again)
+        sample.look()
+    # The room of 3,400 large blocks, 1.7 pools, lies between two uses. Of 2,600 small blocks 100 are used again.
+    for tree, most, error in ((large, 29 / 30, 0.1), (small, 29 / 30 * 100 / 2600, 0.015)):
+        ratios = dict(zip(SIZE_RATIOS, tree.hit_ratios(), strict=True))
+        assert (ratios[1.25], ratios[3.0]) == pytest.approx((0, most), abs=error)
+
+
+def test_keys_with_one_hash_fill_the_sample_and_break_nothing() -> None:
+    """An engine chooses its keys: where no rate leaves any of them out, no more of them are kept."""
+    sample = ReuseSample(16, 64, rate_max=1)
+    tree = sample.of_tree(1)
+    for number in range(200):
+        tree.asked(number.to_bytes(8, "little") + bytes(8))
+    sample.look()
+    assert 0 < len(sample._places) <= 64
 
 
 def test_cleared_namespace_begins_anew_and_is_in_nobodys_way() -> None:

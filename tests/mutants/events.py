@@ -53,10 +53,16 @@ def pings_answered_without_a_limit(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, Peer._take, "if self.is_full:", "if False:")
 
 
-@caught_by("tests/core/test_reuse.py::test_namespace_of_smaller_blocks_changes_no_estimate_of_the_others")
+@caught_by("tests/core/test_reuse.py::test_blocks_count_by_their_size[4096]")
+def sampled_blocks_counted_by_number(patch: pytest.MonkeyPatch) -> None:
+    """A block of the sample counts as much as those of every other namespace, of which more or fewer are sampled."""
+    rewrite(patch, ReuseSample._take_place, "tree.slabs_per_block * tree.weight", "2 * tree.slabs_per_block")
+
+
+@caught_by("tests/core/test_reuse.py::test_blocks_count_by_their_size[1024]")
 def sampled_blocks_of_the_rate_before_kept(patch: pytest.MonkeyPatch) -> None:
     """Blocks that were sampled more often count for as many as those of the lower rate."""
-    rewrite(patch, ReuseSample.of_tree, "self._drop(self._hashes >= self._limit)", "pass")
+    rewrite(patch, ReuseSample._make_room, "self._sizes[own] = most.slabs_per_block * most.weight", "pass")
 
 
 @caught_by("tests/recovery/test_run_dir.py::test_epochs_are_as_far_apart_as_the_starts[1000]")

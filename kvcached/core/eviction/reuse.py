@@ -2,7 +2,9 @@
 
 A pool that evicts the least recently used block hits a block if all blocks used since its last use fit in beside it.
 Their size is the reuse distance of the block. A block is in the sample if the hash of its key is below a limit: then
-all its uses are, and distances within the sample are those of all blocks times the sampling rate.
+all its uses are, and each block of the sample stands for so many as the limit leaves out. The limit is its namespace's
+own, and goes by the size of its blocks: many small blocks, of which few are sampled, take nothing from the estimates of
+other namespaces.
 
 Source: Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015: the variant with a
 bounded sample, and its adjustment for blocks that are used far more often than others.
@@ -11,6 +13,7 @@ bounded sample, and its adjustment for blocks that are used far more often than 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -30,7 +33,7 @@ PENDING_BLOCKS: Final = 1024
 _HASH_BITS: Final = 32
 #: At most this part of all blocks is in the sample, however few the host pool holds.
 RATE_MAX: Final = 1 / 64
-#: When the sample is full, either this part of it is too old to matter, or the rate is halved.
+#: When the sample is full, either this part of it is too old to matter, or a rate is halved.
 _FREED_DIVISOR: Final = 8
 _WORDS_PER_KEY: Final = KEY_SIZE // 8
 
@@ -40,11 +43,14 @@ class TreeReuse:
 
     Attributes:
         asked_blocks: blocks of prompts that were asked for, as far back as they count.
+        slabs_per_block: what a block takes.
+        limit: hashes below it are sampled.
     """
 
-    def __init__(self, sample: ReuseSample, slots_per_slab: int) -> None:
+    def __init__(self, sample: ReuseSample, slots_per_slab: int, limit: int) -> None:
         """Use `ReuseSample.of_tree`."""
         self.slabs_per_block = 1.0 / slots_per_slab
+        self.limit = limit
         self._sample = sample
         self._reset()
 
@@ -53,6 +59,15 @@ class TreeReuse:
         self._uses = 0
         self._sampled_blocks = 0.0
         self._by_size = [0.0] * len(SIZE_RATIOS)
+
+    @property
+    def weight(self) -> float:
+        """How many blocks a sampled one stands for."""
+        return (1 << _HASH_BITS) / self.limit
+
+    def sample_fewer(self) -> None:
+        """Sample half as many blocks from now on."""
+        self.limit = max(self.limit // 2, 1)
 
     def forget(self) -> None:
         """The namespace was cleared: nothing of before counts, nor stands in the way of other namespaces' blocks."""
@@ -122,7 +137,7 @@ class ReuseSample:
         self.pending_blocks = 0
         self._slabs = slabs
         self._blocks_max = blocks_max
-        self._limit = int(rate_max * (1 << _HASH_BITS))
+        self._limit_max = int(rate_max * (1 << _HASH_BITS))
         self._pending: list[_Noted] = []
         self._now = 0
         #: The place of each block in the arrays, by its tree and key.
@@ -130,21 +145,16 @@ class ReuseSample:
         self._free = list(range(blocks_max))
         self._hashes = np.zeros(blocks_max, np.uint64)
         self._last_use = np.zeros(blocks_max, np.int64)
-        self._sizes = np.zeros(blocks_max)  #: in slabs; 0 where there is no block
+        self._sizes = np.zeros(blocks_max)  #: of what a block stands for, in slabs; 0 where there is no block
 
     def of_tree(self, slots_per_slab: int) -> TreeReuse:
         """For a new tree whose blocks have this size.
 
-        Blocks that the largest of the pools holds are to fit into the sample. Where that asks for a lower rate, blocks
-        of the rate before leave the sample: they would count for as many as those of the new one.
+        Blocks that the largest of the pools holds are to fit into the sample, whatever part of them is the tree's.
         """
         largest = SIZE_RATIOS[-1] * self._slabs * slots_per_slab
         limit = max(int(self._blocks_max / largest * (1 << _HASH_BITS)), 1)
-        if limit < self._limit:
-            self.look()
-            self._limit = min(self._limit, limit)
-            self._drop(self._hashes >= self._limit)
-        return TreeReuse(self, slots_per_slab)
+        return TreeReuse(self, slots_per_slab, min(self._limit_max, limit))
 
     def note(self, tree: TreeReuse, keys: bytes, *, is_asked: bool) -> None:
         """Blocks are used."""
@@ -162,7 +172,9 @@ class ReuseSample:
         pending, self._pending, self.pending_blocks = self._pending, [], 0
         words = np.frombuffer(b"".join([noted.keys for noted in pending]), np.uint64).reshape(-1, _WORDS_PER_KEY)
         hashes = words[:, 1] & np.uint64((1 << _HASH_BITS) - 1)
-        sampled, first, end = np.flatnonzero(hashes < self._limit).tolist(), 0, 0
+        limits = np.array([noted.tree.limit for noted in pending], np.uint64)
+        limits = np.repeat(limits, [len(noted.keys) // KEY_SIZE for noted in pending])
+        sampled, first, end = np.flatnonzero(hashes < limits).tolist(), 0, 0
         for tree, _, stop, is_asked in pending:
             while end < len(sampled) and sampled[end] < stop:
                 end += 1
@@ -179,16 +191,15 @@ class ReuseSample:
         self._drop(is_dropped)
 
     def _use(self, tree: TreeReuse, name: int, hashed: int, *, is_asked: bool) -> None:
-        if hashed >= self._limit:
+        if hashed >= tree.limit:
             return  # the limit has just been lowered
-        weight = (1 << _HASH_BITS) / self._limit
         place = self._places.get((tree, name))
         if is_asked:
             distance = float("inf")
             if place is not None:
                 later = float(self._sizes[self._last_use > self._last_use[place]].sum())
-                distance = later * weight + tree.slabs_per_block
-            tree.count_use(distance / self._slabs, weight)
+                distance = later + tree.slabs_per_block
+            tree.count_use(distance / self._slabs, tree.weight)
         if place is None:
             place = self._take_place(tree, name, hashed)
             if place is None:
@@ -197,26 +208,29 @@ class ReuseSample:
         self._last_use[place] = self._now
 
     def _take_place(self, tree: TreeReuse, name: int, hashed: int) -> int | None:
-        """A place for a new block; None if the limit that makes room leaves the block out."""
+        """A place for a new block; None if there is none, or if the limit that makes room leaves the block out."""
         if not self._free:
             self._make_room()
-            if hashed >= self._limit:
+            if hashed >= tree.limit or not self._free:  # keys that an engine has chosen may all have the same hash
                 return None
         place = self._free.pop()
         self._places[tree, name] = place
-        self._hashes[place], self._sizes[place] = hashed, tree.slabs_per_block
+        self._hashes[place], self._sizes[place] = hashed, tree.slabs_per_block * tree.weight
         return place
 
     def _make_room(self) -> None:
-        """Drop blocks that no pool of interest would hold; if these are few, drop half of the sample."""
+        """Drop blocks that no pool of interest would hold; if these are few, half of those of the tree with most."""
         newest_first = np.argsort(-self._last_use)
         distances = np.empty(len(newest_first))
         distances[newest_first] = np.cumsum(self._sizes[newest_first])
-        too_old = distances * ((1 << _HASH_BITS) / self._limit) > SIZE_RATIOS[-1] * self._slabs
-        if np.count_nonzero(too_old) < len(newest_first) // _FREED_DIVISOR:
-            self._limit //= 2
-            too_old |= self._hashes >= self._limit
-        self._drop(too_old)
+        dropped = distances > SIZE_RATIOS[-1] * self._slabs
+        if np.count_nonzero(dropped) < len(newest_first) // _FREED_DIVISOR:
+            most = Counter(tree for tree, _ in self._places).most_common(1)[0][0]
+            most.sample_fewer()
+            own = [place for (tree, _), place in self._places.items() if tree is most]
+            dropped[own] |= self._hashes[own] >= most.limit
+            self._sizes[own] = most.slabs_per_block * most.weight
+        self._drop(dropped)
 
     def _drop(self, dropped: NDArray[np.bool_]) -> None:
         """Drop the blocks at these places."""
