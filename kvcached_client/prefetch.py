@@ -24,8 +24,8 @@ class PrefetchResult(NamedTuple):
         blocks: leading blocks of the prompt that were in the index, or have been fetched.
         fetched: blocks fetched from storage by this prefetch.
         is_over: no more blocks will come. False if the time ran out; fetches that have begun continue.
-        reason: why it is over: fetched, stored, nothing, below_threshold, recompute, rate_limited, no_room, stopped,
-            failed, cleared, unavailable; or waiting.
+        reason: why it is over: fetched, stored, nothing, below_threshold, recompute, rate_limited, too_many, no_room,
+            stopped, failed, cleared, unavailable; or waiting.
     """
 
     blocks: int

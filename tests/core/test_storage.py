@@ -20,6 +20,7 @@ from kvcached.core.messages import (
 )
 from kvcached.core.slots.ranges import slot_count
 from kvcached.core.slots.states import PrefetchState, SlotState
+from kvcached.core.transfers import prefetch as prefetches
 from kvcached.core.transfers.engine_copies import StorePlan
 from kvcached.core.transfers.prefetch import FETCH_BLOCKS_MAX, FETCHES_PER_CHAIN, PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
@@ -30,7 +31,7 @@ from tests.core.engine import EPOCH, TTL_MS, Engine, healthy, keys_of
 from tests.core.host_tier import make_tiers
 from tests.core.offload_engine import OffloadEngine
 from tests.core.storage_world import StorageWorld
-from tests.core.tier_world import slots_of
+from tests.core.tier_world import keys_in, slots_of
 
 LONG = "abcdefghijklmnopqrstuvwxyz"
 
@@ -480,6 +481,37 @@ def test_bytes_of_a_second_are_limited(new_world: Callable[..., StorageWorld]) -
     world.answer_all()
 
     assert late.end is PrefetchEnd.FETCHED
+
+
+@pytest.mark.parametrize("end", [PrefetchEnd.NO_ROOM, PrefetchEnd.STOPPED, PrefetchEnd.FAILED, PrefetchEnd.CLEARED])
+def test_bytes_that_are_not_fetched_are_free_for_others(
+    new_world: Callable[..., StorageWorld], monkeypatch: pytest.MonkeyPatch, end: PrefetchEnd
+) -> None:
+    """However a prefetch ends, only blocks that storage was asked for count: the next prefetch is not refused."""
+    monkeypatch.setattr(prefetches, "FETCH_BLOCKS_MAX", 1)
+    monkeypatch.setattr(prefetches, "FETCHES_PER_CHAIN", 1)
+    world = new_world(bytes_per_s=200, slab_bytes=400)  # two blocks a second
+    engine = shelved(world, "abcdef", "xyz")
+    if end is PrefetchEnd.NO_ROOM:  # for more than one block
+        engine.acquire("klmnopqrstuvwxyz")
+        assert engine.prepare(engine.acquire("0123456789ABCDE"), "0123456789ABCDE").depth == 15
+    fetched = world.prefetch(engine.session, "abcdef")
+    world.take()
+    world.answer(0)  # the question
+    if end is PrefetchEnd.STOPPED:
+        world.cache.storage.prefetches.stop(fetched)
+    elif end is PrefetchEnd.CLEARED:
+        engine.core.clear(engine.session)
+    world.take()
+    world.answer(0, good=0 if end is PrefetchEnd.FAILED else None)
+    world.answer_all()
+    assert (fetched.state, fetched.end) == (PrefetchState.OVER, end)
+    generation = engine.core.namespaces.by_root[engine.spec.root].generation
+    world.held |= {(engine.spec.root, generation, key) for key in keys_in(keys_of("xyz"))}
+    again = world.prefetch(engine.session, "xyz")
+    world.answer_all()
+
+    assert again.end is (PrefetchEnd.NO_ROOM if end is PrefetchEnd.NO_ROOM else PrefetchEnd.FETCHED)
 
 
 def test_blocks_that_are_computed_sooner_are_not_fetched(new_world: Callable[..., StorageWorld]) -> None:

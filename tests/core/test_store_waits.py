@@ -14,12 +14,13 @@ from kvcached.core.messages import (
     QueryStorage,
     StorageLost,
     StorageSuspended,
+    Ticked,
     TransferKind,
 )
 from kvcached.core.slots.states import PrefetchState, SlotState
 from kvcached.core.transfers import prefetch as prefetches
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
-from kvcached.core.transfers.prefetch import PrefetchLimits
+from kvcached.core.transfers.prefetch import WAIT_MS_MAX, PrefetchLimits
 from kvcached.core.transfers.storage import StorageSpec
 from kvcached.core.transfers.storage_copies import BackupPolicy
 from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
@@ -218,13 +219,55 @@ def test_clear_ends_the_wait_at_once(pair: Pair) -> None:
 
 
 def test_so_many_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits count against the limit of prefetches under way: one more is refused, and computes."""
+    """Waits are limited: one more is refused, and computes."""
     monkeypatch.setattr(prefetches, "PREFETCHES_MAX", 1)
     pair.wait()
     refused = pair.world.prefetch(pair.reader.session, "abcde")
 
-    assert ended(refused) == (PrefetchEnd.RATE_LIMITED, 2, 0)
+    assert ended(refused) == (PrefetchEnd.TOO_MANY, 2, 0)
     pair.stored(pair.plan)
+
+
+def test_waits_leave_storage_to_others(new_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait for stores, as many others ask storage, and one more of those is refused."""
+    monkeypatch.setattr(prefetches, "PREFETCHES_MAX", 1)
+    pair = new_pair()
+    pair.wait()
+    asking = pair.world.prefetch(pair.reader.session, "xyz")
+    refused = pair.world.prefetch(pair.reader.session, "uvw")
+    pair.stored(pair.plan)
+    pair.world.answer_all()
+
+    assert (ended(asking)[0], ended(refused)[0]) == (PrefetchEnd.NOTHING, PrefetchEnd.TOO_MANY)
+
+
+@pytest.mark.parametrize("leave", [MembersDied, MemberLost])
+def test_wait_ends_with_the_last_session_that_asked(pair: Pair, leave: type[MembersDied | MemberLost]) -> None:
+    """Nobody is left who wants the blocks of a store: the wait is over, though the store goes on."""
+    waiting, third = pair.wait(), OffloadEngine(pair.world.cache)
+    assert pair.world.prefetch(third.session, ASKED) is waiting
+    for session, state in ((pair.reader.session, PrefetchState.WAITING), (third.session, PrefetchState.OVER)):
+        pair.world.cache.handle(leave(session))
+        pair.world.take()
+        assert waiting.state is state
+
+    assert ended(waiting) == (PrefetchEnd.STOPPED, 2, 0)
+    pair.stored(pair.plan)
+
+
+def test_wait_for_an_engine_that_hangs_ends(pair: Pair) -> None:
+    """A store that does not end is waited for a minute, also by who has not asked for an answer."""
+    waiting = pair.wait()
+    for now_ms in range(0, WAIT_MS_MAX + 1, TTL_MS // 4):
+        assert waiting.state is PrefetchState.WAITING
+        for engine in (pair.writer, pair.reader):
+            engine.core.heartbeat(engine.session, now_ms)
+        pair.world.cache.handle(Ticked(now_ms))
+        pair.world.take()
+
+    assert ended(waiting) == (PrefetchEnd.FAILED, 2, 0)
+    pair.stored(pair.plan)
+    assert pair.reader.hit(ASKED) == 6
 
 
 def test_storage_is_asked_for_what_comes_behind_the_store(new_pair: Callable[..., Pair]) -> None:

@@ -7,12 +7,19 @@ import pytest
 from kvcached.core.managed import Managed
 from kvcached.core.pins import Pins
 from kvcached.core.transfers import prefetch
+from kvcached.core.transfers.fetch_budget import FetchBudget
 from kvcached.core.transfers.loads import Loads
 from kvcached.core.transfers.prefetch import Prefetches
 from kvcached.core.transfers.stores import Stores
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.worker_copies import WorkerCopies
 from tests.mutants.mutant import caught_by, rewrite
+
+
+@caught_by("tests/core/test_storage.py::test_bytes_that_are_not_fetched_are_free_for_others[no_room]")
+def bytes_that_are_not_fetched_count(patch: pytest.MonkeyPatch) -> None:
+    """A prefetch that finds no room has spent the bytes of all others."""
+    rewrite(patch, FetchBudget.give_back, "self._left_bytes + size_bytes", "self._left_bytes")
 
 
 @caught_by("tests/core/test_load_failures.py::test_corrupt_copy_that_another_load_reads_leaves_with_that_load")

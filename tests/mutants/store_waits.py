@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcached.core.transfers.prefetch import Prefetches
 from kvcached.core.transfers.store_waits import store_behind
 from kvcached.service.storage_verbs import StorageVerbs
 from kvcached_client.vllm.daemon.client import Fetches
@@ -20,6 +21,24 @@ _CONNECTOR = "tests/vllm_connector/test_store_waits.py::"
 def engine_waits_for_its_own_store(patch: pytest.MonkeyPatch) -> None:
     """An engine waits for a store that it has to make itself."""
     rewrite(patch, store_behind, " or store.id in own", "")
+
+
+@caught_by("tests/core/test_store_waits.py::test_wait_ends_with_the_last_session_that_asked[MembersDied]")
+def wait_for_a_store_outlives_who_asked(patch: pytest.MonkeyPatch) -> None:
+    """A wait for the store of an engine that hangs goes on when nobody is left who wants it."""
+    rewrite(patch, Prefetches.look_again, "not self._locks.is_wanted(prefetch.id)", "False")
+
+
+@caught_by("tests/core/test_store_waits.py::test_wait_for_an_engine_that_hangs_ends")
+def wait_for_a_store_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    """A store of an engine that hangs is waited for as long as it hangs."""
+    rewrite(patch, Prefetches.look_again, "self._ticked_ms >= prefetch.wait_until_ms", "False")
+
+
+@caught_by("tests/core/test_store_waits.py::test_waits_leave_storage_to_others")
+def waits_keep_others_from_storage(patch: pytest.MonkeyPatch) -> None:
+    """Prefetches that wait for stores count against those that ask storage."""
+    rewrite(patch, Prefetches.begin, "self.waiting if is_stored else self._asking()", "self.under_way")
 
 
 @caught_by("tests/service/test_store_waits.py::test_nobody_waits_longer_than_it_takes_to_compute")

@@ -39,8 +39,8 @@ def _hoped_for_is_told(patch: pytest.MonkeyPatch) -> None:
     wait_for, reach = Prefetch.wait_for, Prefetch.reach
     hoped: dict[int, int] = {}
 
-    def wait_and_hope(self: Prefetch, store: Any, filling: int) -> None:
-        wait_for(self, store, filling)
+    def wait_and_hope(self: Prefetch, store: Any, filling: int, until_ms: int) -> None:
+        wait_for(self, store, filling, until_ms)
         hoped[id(self)] = self.inserted + filling
 
     def reach_hoped(self: Prefetch, depth: int) -> None:

@@ -19,6 +19,7 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import PrefetchOver, QueryStorage, StartFetch, TransferKind, span_of
 from kvcached.core.slots.ranges import Ranges, append, cut, no_ranges, section, slot_count
 from kvcached.core.slots.states import PrefetchState, SlotState, TransferState
+from kvcached.core.transfers.fetch_budget import FetchBudget
 from kvcached.core.transfers.fetch_estimate import FetchEstimate
 from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.storage_copies import mark_backed
@@ -28,8 +29,10 @@ from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import StorageTransfer
 from kvcached_client.types import TransferId
 
-#: Chains under way, of all engines.
+#: Chains under way, of all engines; and as many that wait for stores, lest an engine that hangs keeps storage from all.
 PREFETCHES_MAX = 256
+#: A store takes milliseconds: one that takes longer than this is of an engine that hangs.
+WAIT_MS_MAX = 60_000
 #: One question names at most so many blocks; a longer chain takes several.
 QUERY_BLOCKS_MAX = 1024
 #: One copy, and how many of one chain are under way.
@@ -85,7 +88,7 @@ class Prefetches:
         self._effects = table.effects
         self._counters = table.counters
         self._locks = locks
-        self._budget_bytes = float(limits.bytes_per_s)
+        self._budget = FetchBudget(limits.bytes_per_s)
         self._ticked_ms = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -106,8 +109,8 @@ class Prefetches:
             prefetch.over(PrefetchEnd.UNAVAILABLE)
         elif not is_stored and self._is_too_little(prefetch):
             self._refuse(prefetch, PrefetchEnd.NOTHING)
-        elif len(self.under_way) >= PREFETCHES_MAX:
-            self._refuse(prefetch, PrefetchEnd.RATE_LIMITED)
+        elif len(self.waiting if is_stored else self._asking()) >= PREFETCHES_MAX:
+            self._refuse(prefetch, PrefetchEnd.TOO_MANY)
         else:
             self.under_way[prefetch.id] = prefetch
             chain = prefetch.chain
@@ -132,21 +135,23 @@ class Prefetches:
             self.stop(prefetch)
 
     def look_again(self, *, may_ask: bool) -> None:
-        """Go on with those whose store has ended, and end those whose namespace was cleared.
+        """Go on with those whose store has ended; end those whose namespace was cleared, or that wait in vain.
 
-        Call it after whatever may have ended a store or cleared a namespace.
+        Call it after whatever may have ended a store or a session, or cleared a namespace, and when time has passed.
         """
         for prefetch in list(self.waiting.values()):
             if not self._is_current(prefetch):
                 self._over(prefetch, PrefetchEnd.CLEARED)
             elif prefetch.store not in self._table.engine:
                 self._go_behind_store(prefetch, may_ask=may_ask)
+            elif not self._locks.is_wanted(prefetch.id):
+                self._over(prefetch, PrefetchEnd.STOPPED)
+            elif self._ticked_ms >= prefetch.wait_until_ms:
+                self._over(prefetch, PrefetchEnd.FAILED)
 
     def tick(self, now_ms: int) -> None:
         """Time has passed."""
-        if rate := self._limits.bytes_per_s:
-            grown = self._budget_bytes + rate * max(now_ms - self._ticked_ms, 0) / 1000
-            self._budget_bytes = min(grown, float(rate))
+        self._budget.grow(max(now_ms - self._ticked_ms, 0))
         self._ticked_ms = now_ms
 
     # --- what arrives -----------------------------------------------------------------------------------------------
@@ -213,7 +218,7 @@ class Prefetches:
         hit = longest_hit(chain.tree, chain.keys, chain.limit)
         store = store_behind(hit, chain.tree, chain.keys, self._table.engine_stores, prefetch.own)
         prefetch.reach(hit.depth)
-        prefetch.wait_for(store, hit.filling)
+        prefetch.wait_for(store, hit.filling, self._ticked_ms + WAIT_MS_MAX)
         return store is not NO_STORE
 
     def _go_behind_store(self, prefetch: Prefetch, *, may_ask: bool) -> None:
@@ -236,8 +241,7 @@ class Prefetches:
 
     def _verdict(self, prefetch: Prefetch, found: int) -> PrefetchEnd | None:
         """Why hits are not fetched; None if they are."""
-        is_first = not prefetch.fetched
-        tree, blocks = prefetch.chain.tree, prefetch.found - prefetch.next
+        is_first, blocks = not prefetch.fetched, prefetch.found - prefetch.next
         reasons = (
             (found < 0, PrefetchEnd.UNAVAILABLE),
             (not self._is_current(prefetch), PrefetchEnd.CLEARED),
@@ -249,13 +253,13 @@ class Prefetches:
         for holds, end in reasons:
             if holds:
                 return end
-        if not self.estimate.is_worth_it(
-            blocks, blocks * prefetch.chain.block_tokens, prefetch.chain.prefill_tokens_per_s
-        ):
+        tokens, rate = blocks * prefetch.chain.block_tokens, prefetch.chain.prefill_tokens_per_s
+        if not self.estimate.is_worth_it(blocks, tokens, rate):
             return PrefetchEnd.RECOMPUTE
-        if self._limits.bytes_per_s and self._budget_bytes <= 0:
+        if self._budget.is_spent:
             return PrefetchEnd.RATE_LIMITED
-        self._budget_bytes -= blocks * self._block_bytes(tree)
+        prefetch.admit()
+        self._budget.spend(blocks * self._block_bytes(prefetch.chain.tree))
         return None
 
     def _is_current(self, prefetch: Prefetch) -> bool:
@@ -336,6 +340,7 @@ class Prefetches:
         for arrival in prefetch.arrived.values():  # behind a block that did not come
             _free(prefetch.chain.tree, arrival.slots, f"end of prefetch {prefetch.id}")
         prefetch.arrived.clear()
+        self._budget.give_back(prefetch.not_begun * self._block_bytes(prefetch.chain.tree))
         del self.under_way[prefetch.id]
         self.waiting.pop(prefetch.id, None)
         self._locks.hand_over(prefetch.id)

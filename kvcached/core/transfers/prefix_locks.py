@@ -53,6 +53,7 @@ class PrefixLocks:
     def __init__(self) -> None:
         self.now_ms = 0
         self._locks: dict[int, PrefixLock] = {}  #: by prefetch; those handed over stand in the order of their time
+        self._asked: dict[int, set[SessionId]] = {}  #: who has asked for a prefetch that is under way, and is there
         self.waiting: dict[tuple[SessionId, bytes], int] = {}
 
     def __len__(self) -> int:
@@ -70,11 +71,14 @@ class PrefixLocks:
 
     def begin(self, prefetch: int, tree: PrefixTree, keys: bytes, known: tuple[Run, int]) -> None:
         """A prefetch of the blocks of `keys` is under way; the index knows the path `known` of them."""
+        self._asked[prefetch] = set()
         self._locks[prefetch] = PrefixLock(tree, keys[-KEY_SIZE:], tree.root)
         self.extend(prefetch, known)
 
     def join(self, prefetch: int, session: SessionId) -> None:
         """A session waits for a prefetch. Of two with the same last block the later one counts."""
+        if prefetch in self._asked:
+            self._asked[prefetch].add(session)
         lock = self._locks.get(prefetch)
         if lock is not None:
             self._forget(session, lock.last_key)
@@ -97,6 +101,7 @@ class PrefixLocks:
 
     def hand_over(self, prefetch: int) -> None:
         """A prefetch is over: the lock stays for those who have not acquired yet."""
+        self._asked.pop(prefetch, None)
         lock = self._locks.pop(prefetch, None)
         if lock is None:
             return
@@ -117,8 +122,14 @@ class PrefixLocks:
 
     def leave(self, session: SessionId) -> None:
         """A session is over: it will not acquire."""
+        for sessions in self._asked.values():
+            sessions.discard(session)
         for waiting, last_key in [each for each in self.waiting if each[0] == session]:
             self._forget(waiting, last_key)
+
+    def is_wanted(self, prefetch: int) -> bool:
+        """Whether a session that has asked for a prefetch under way is still there."""
+        return bool(self._asked.get(prefetch))
 
     def tick(self, now_ms: int) -> None:
         """End those whose time has come."""

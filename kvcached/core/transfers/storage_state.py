@@ -29,9 +29,10 @@ class PrefetchEnd(StrEnum):
     BELOW_THRESHOLD = "below_threshold"  #: fewer blocks than are worth a fetch
     RECOMPUTE = "recompute"  #: the engine is predicted to compute them sooner
     RATE_LIMITED = "rate_limited"  #: other prefetches have used up the bytes of this second
+    TOO_MANY = "too_many"  #: so many prefetches are under way, or wait for stores, that there is no place for another
     NO_ROOM = "no_room"  #: the host pool had no slots for the rest
     STOPPED = "stopped"  #: whoever asked for it did not wait for the rest
-    FAILED = "failed"  #: a block was not there after all, was not what had been stored, or its store has failed
+    FAILED = "failed"  #: a block was not there after all, was not what was stored, or its store failed or hangs
     CLEARED = "cleared"  #: the namespace was cleared meanwhile
     UNAVAILABLE = "unavailable"  #: there is no storage, or none that works
 
@@ -88,6 +89,7 @@ class Prefetch:
         found: depth up to which storage says it has blocks.
         state: see `PrefetchState`.
         copies: under way.
+        admitted: depth up to which its blocks may be fetched.
         arrived: by depth of their first block.
         fetched: blocks that have entered the index through it.
         asked: how many blocks the present question is about.
@@ -99,6 +101,7 @@ class Prefetch:
     """
 
     id: int
+        wait_until_ms: when it has waited long enough for that store.
     chain: Chain
     namespace: bytes
     generation: int
@@ -108,6 +111,7 @@ class Prefetch:
     state: PrefetchState = field(default=PrefetchState.WAITING, kw_only=True)
     end: PrefetchEnd = PrefetchEnd.FETCHED
     copies: dict[TransferId, StorageTransfer] = field(default_factory=dict)
+    admitted: int = field(default=0, init=False)
     arrived: dict[int, Arrival] = field(default_factory=dict)
     fetched: int = 0
     asked: int = 0
@@ -121,13 +125,19 @@ class Prefetch:
     def __post_init__(self) -> None:
         self.inserted = self.next = self.found = self.chain.start
 
+    wait_until_ms: int = field(default=0, init=False)
     def enter(self, state: PrefetchState) -> None:
         """Go along an edge of `PREFETCH_TRANSITIONS`."""
         self.state = follow(PREFETCH_TRANSITIONS, self.state, state, f"prefetch {self.id}")
 
-    def wait_for(self, store: TransferId, filling: int) -> None:
-        """Its next block comes with a store; stores are writing so many blocks."""
-        self.store, self.filling = store, filling
+    @property
+    def not_begun(self) -> int:
+        """How many blocks it may still fetch, or might have fetched."""
+        return max(self.admitted - self.next, 0)
+
+    def wait_for(self, store: TransferId, filling: int, until_ms: int) -> None:
+        """Its next block comes with a store; stores are writing so many blocks. It waits no longer than until then."""
+        self.store, self.filling, self.wait_until_ms = store, filling, until_ms
 
     def reach(self, depth: int) -> None:
         """So much of the chain is there, before storage is asked for the rest."""
