@@ -182,7 +182,7 @@ def acquiring(
     check_chain(chain)
     tokens, key_count = chain.token_count, chain.block_count
     _check_prompt(tokens, prompt_tokens, reserve_tokens, cache, priority)
-    _check_tenant(tenant)
+    check_tenant(tenant)
     prompt_blocks = blocks_of(tokens, chain.block_size)
     more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
     own_blocks = key_count if prompt_tokens is None else prompt_tokens // chain.block_size
@@ -259,6 +259,21 @@ def check_kind(chain: KeyChain, kind: ChainKind) -> None:
     )
 
 
+def check_tenant(tenant: object) -> None:
+    """Refuse what is no tenant's name.
+
+    Raises:
+        BadRequest: it is no text, or too long.
+    """
+    if isinstance(tenant, str):
+        if len(tenant) <= TENANT_CHARS_MAX:
+            return
+        what = f"{len(tenant)} characters"
+    else:
+        what = f"the type {type(tenant).__name__}"
+    raise bad_value(f"a tenant of {what}", f"a tenant's name is text of at most {TENANT_CHARS_MAX} characters")
+
+
 def _check_unused(channel: SessionChannel, name: str, lease: LeaseSteps | None) -> None:
     """Refuse a request whose lease is not released. On a session that is over, the daemon's word is the better one."""
     if lease is not None and lease.is_held and not (channel.is_closed or channel.is_stale):
@@ -278,16 +293,6 @@ def _check_prompt(tokens: int, prompt_tokens: int | None, reserve_tokens: int, c
             f"at least one token; cache is one of {', '.join(_CACHE_POLICIES)}; priorities go from"
             f" {PRIORITY_MIN} to {PRIORITY_MAX}",
         )
-
-
-def _check_tenant(tenant: object) -> None:
-    if isinstance(tenant, str):
-        if len(tenant) <= TENANT_CHARS_MAX:
-            return
-        what = f"{len(tenant)} characters"
-    else:
-        what = f"the type {type(tenant).__name__}"
-    raise bad_value(f"a tenant of {what}", f"a tenant's name is text of at most {TENANT_CHARS_MAX} characters")
 
 
 def _known_blocks(channel: SessionChannel, chain: KeyChain, key_count: int) -> int:

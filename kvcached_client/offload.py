@@ -226,6 +226,7 @@ class OffloadClient(EngineSession):
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
+        tenant: str = "",
     ) -> PendingPrefetch:
         """Bring a prompt's blocks into the host pool, where `acquire` hits them. See `Client.prefetch`.
 
@@ -241,6 +242,7 @@ class OffloadClient(EngineSession):
             deadline_ms=deadline_ms,
             prefill_tokens_per_s=prefill_tokens_per_s,
             full=full,
+            tenant=tenant,
         )
 
     prefetch = waiting(begin_prefetch)

@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple, TypedDict, Unpack
 
 from kvcached_client.keys import KeyChain
-from kvcached_client.lease import check_chain, check_kind
+from kvcached_client.lease import check_chain, check_kind, check_tenant
 from kvcached_client.protocol.engine import Prefetch, Prefetched
 from kvcached_client.protocol.sessions import PREFETCH_DEADLINE_MS_MAX, StopPolicy
 from kvcached_client.transport.session import SessionChannel
@@ -41,6 +41,7 @@ class PrefetchOptions(TypedDict, total=False):
     deadline_ms: int | None
     prefill_tokens_per_s: float
     full: bool
+    tenant: str
 
 
 class PendingPrefetch:
@@ -57,6 +58,7 @@ class PendingPrefetch:
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
+        tenant: str = "",
     ) -> None:
         most_ms = PREFETCH_DEADLINE_MS_MAX if deadline_ms is None else deadline_ms
         self._channel = channel
@@ -68,6 +70,7 @@ class PendingPrefetch:
             stop=stop,
             deadline_ms=most_ms,
             prefill_tokens_per_s=prefill_tokens_per_s,
+            tenant=tenant,
         )
         deadline_ns = time.monotonic_ns() + (most_ms + _WAY_MS) * 1_000_000
         channel.send(self.request, (keys,), deadline_ns=deadline_ns)
@@ -102,6 +105,7 @@ class PrefetchCalls:
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
+        tenant: str = "",
     ) -> PrefetchResult:
         """Bring a prompt's blocks from storage into host memory, where `acquire` hits them.
 
@@ -113,6 +117,7 @@ class PrefetchCalls:
             prefill_tokens_per_s: speed of this engine. Blocks that it is predicted to compute sooner than they can be
                 fetched are not fetched; 0: fetch all.
             full: also fetch the block with the prompt's last token.
+            tenant: whose quota of the host pool the blocks count against, as in the `acquire` behind it.
 
         Raises:
             RequestError, TransportError: see `kvcached_client.errors`; with ``failures="miss"`` nothing was fetched.
@@ -122,6 +127,7 @@ class PrefetchCalls:
             "deadline_ms": deadline_ms,
             "prefill_tokens_per_s": prefill_tokens_per_s,
             "full": full,
+            "tenant": tenant,
         }
         return complete(prefetching(self._channel, self._chain_kind, chain, **options))
 
@@ -133,10 +139,12 @@ class PrefetchCalls:
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
+        tenant: str = "",
     ) -> PendingPrefetch:
         """As `prefetch`, without waiting. Other calls may be made before the reply is fetched; errors are raised."""
         check_chain(chain)
         check_kind(chain, self._chain_kind)
+        check_tenant(tenant)
         return PendingPrefetch(
             self._channel,
             self.epoch,
@@ -146,6 +154,7 @@ class PrefetchCalls:
             deadline_ms=deadline_ms,
             prefill_tokens_per_s=prefill_tokens_per_s,
             full=full,
+            tenant=tenant,
         )
 
 
@@ -154,6 +163,7 @@ def prefetching(
 ) -> Steps[PrefetchResult]:
     """`PrefetchCalls.prefetch`, in steps."""
     check_chain(chain)
+    check_tenant(options.get("tenant", ""))
     with channel.misses:
         check_kind(chain, kind)
         pending = PendingPrefetch(channel, channel.epoch, chain.keys, chain.token_count, **options)

@@ -236,7 +236,7 @@ class Cache:
     # --- requests that are no part's alone --------------------------------------------------------------------------
 
     def prefetch(
-        self, session_id: SessionId, epoch: int, keys: bytes, tokens: int, rate: float, *, full: bool
+        self, session_id: SessionId, epoch: int, keys: bytes, tokens: int, rate: float, *, full: bool, tenant: str = ""
     ) -> Prefetch:
         """Begin to bring a prompt's blocks into the host pool: from storage, and what other sessions are storing.
 
@@ -247,6 +247,7 @@ class Cache:
             tokens: of the prompt.
             rate: tokens per second that the engine computes in its prefill; 0 = not known, and storage is used always.
             full: as in `acquire`.
+            tenant: as in `acquire`.
 
         Raises:
             Refusal: stale, or keys and tokens contradict each other.
@@ -262,7 +263,7 @@ class Cache:
             limit = session.hit_limit(keys, tokens, full=full)
             run, depth = session.tree.match(keys, limit, session.pool.index)
             depth = session.tree.match_host(run, depth, keys, limit)[1]
-        chain = Chain(session.tree, keys[: limit * KEY_SIZE], depth, session.block_size, rate)
+        chain = Chain(session.tree, keys[: limit * KEY_SIZE], depth, session.block_size, rate, tenant)
         return self.storage.prefetch(session_id, chain, own)
 
     def pause(self, replica: str = "") -> None:

@@ -188,7 +188,7 @@ class StorageVerbs:
         session = self._groups.owner(peer).session
         found = self._cache.prefetch(
             session, request.epoch, frames[0], request.tokens, request.prefill_tokens_per_s,
-            full=request.full,
+            full=request.full, tenant=request.tenant,
         )  # fmt: skip
         patience_ms = self._patience_ms(request, found)
         if not patience_ms or self._pending.count(Wait.PREFETCH) >= WAITING_MAX[Wait.PREFETCH]:

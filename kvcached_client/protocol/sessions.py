@@ -158,6 +158,7 @@ class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
     stop: StopPolicy = "timeout"
     deadline_ms: Annotated[int, msgspec.Meta(ge=0, le=PREFETCH_DEADLINE_MS_MAX)] = PREFETCH_DEADLINE_MS_MAX
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  #: speed of the engine; 0 = unknown: always fetch
+    tenant: Tenant = ""  #: whose quota the blocks count against
 
 
 class Rejoin(Header, frozen=True, kw_only=True, tag="rejoin"):

@@ -48,6 +48,17 @@ def test_other_calls_go_on_beside_a_prefetch(daemon: FakeDaemon, connect: Connec
     assert not pending.is_over
 
 
+def test_prefetch_names_its_tenant(daemon: FakeDaemon, connect: Connect) -> None:
+    """The daemon is told whose quota the blocks count against, and nothing where nobody is named."""
+    daemon.script = lambda request, _: fetched(request) if isinstance(request, Prefetch) else None
+    client = connect()
+    chain = client.chain(range(9))
+    results = [client.prefetch(chain, tenant="free-7"), client.begin_prefetch(chain, tenant="free-8").result()]
+    assert [*results, client.prefetch(chain)] == [FETCHED] * 3
+    requests = [request for request in daemon.of(Prefetch) if isinstance(request, Prefetch)]
+    assert [request.tenant for request in requests] == ["free-7", "free-8", ""]
+
+
 def test_answer_that_came_during_another_call_is_kept(daemon: FakeDaemon, connect: Connect) -> None:
     """An answer that was read while another one was waited for is there at once."""
     answered_in_place_of_a_match(daemon)

@@ -105,6 +105,9 @@ def test_argument_of_another_type_names_itself(daemon: FakeDaemon, connect: Call
     client, anyone = connect(), cast("Any", 4)
     with pytest.raises(BadRequest, match=r"a tenant of the type int .*text of at most 64"):
         client.acquire("r", client.chain(range(8)), tenant=anyone)
+    for prefetch in (client.prefetch, client.begin_prefetch):
+        with pytest.raises(BadRequest, match=r"a tenant of the type int"):
+            prefetch(client.chain(range(8)), tenant=anyone)
     daemon.script = Script()
     layout = OffloadLayout(**LAYOUT)  # type: ignore[arg-type]
     offload = OffloadClient.connect(daemon.run_dir, **GOOD, layout=layout)

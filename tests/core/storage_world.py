@@ -109,8 +109,11 @@ class StorageWorld:
                     if tree.host.state_of(slot) is SlotState.CACHED:
                         assert self._content(tree, slot) == (tree.namespace, generation, key)
 
-    def prefetch(self, session: SessionId, text: str, *, epoch: int = 0, rate: float = 0.0) -> Prefetch:
-        return self.cache.prefetch(session, epoch, keys_of(text), len(text) * BLOCK_SIZE, rate, full=True)
+    def prefetch(
+        self, session: SessionId, text: str, *, epoch: int = 0, rate: float = 0.0, tenant: str = ""
+    ) -> Prefetch:
+        keys, tokens = keys_of(text), len(text) * BLOCK_SIZE
+        return self.cache.prefetch(session, epoch, keys, tokens, rate, full=True, tenant=tenant)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,14 @@ from kvcached.core.cache import Cache
 from kvcached.core.eviction.by_tenant import ByTenant
 from kvcached.core.insight.invariants import check
 from kvcached.core.slots.host_slots import HostQuota, QuotaRule
-from tests.core.engine import EPOCH, TTL_MS, Engine
+from kvcached.core.transfers import prefetch as prefetches
+from kvcached.core.transfers.storage_state import Prefetch, PrefetchEnd
+from tests.core.engine import EPOCH, TTL_MS, Engine, keys_of
 from tests.core.host_tier import Workers, crowd_out, host_hit, make_tiers
 from tests.core.offload_engine import OffloadEngine, space
+from tests.core.slab_memory import SlabMemory
+from tests.core.storage_world import StorageWorld
+from tests.core.tier_world import keys_in
 
 SLABS, PER_SLAB = 8, 5  #: 40 slots
 CAPPED = QuotaRule("capped-*", cap_percent=25)  #: 10 slots each
@@ -238,6 +243,62 @@ def test_blocks_of_device_pools_count_where_they_are_stored() -> None:
     assert host_hit(engine, nobodys) == (0, 5)
     engine.release(engine.acquire(nobodys, tenant="capped-b"))
     assert tenants.blocks["capped-b"] == 5
+
+
+@pytest.fixture
+def stored() -> tuple[Tenants, StorageWorld]:
+    """An engine that serves tenants, and storage."""
+    engine = Tenants(CAPPED)
+    world = StorageWorld(engine.cache)
+    world.host = SlabMemory(1, units=PER_SLAB)
+    return engine, world
+
+
+def fetch(engine: Tenants, world: StorageWorld, *texts: str, tenant: str) -> list[Prefetch]:
+    """Prefetches that are under way together, until all are over."""
+    generation = engine.core.namespaces.by_root[engine.spec.root].generation
+    world.held |= {(engine.spec.root, generation, key) for text in texts for key in keys_in(keys_of(text))}
+    begun = [world.prefetch(engine.session, text, tenant=tenant) for text in texts]
+    world.answer_all()
+    assert check(engine.cache) == []
+    return begun
+
+
+def test_cap_holds_for_blocks_from_storage(stored: tuple[Tenants, StorageWorld]) -> None:
+    """What is fetched for a tenant takes the place of its own oldest blocks, and of nobody else's."""
+    engine, world = stored
+    others = engine.fill("paying", 2)
+    mine = [chr(0x5E00 + number) + "wxyz" for number in range(8)]
+    for text in mine:
+        (prefetch,) = fetch(engine, world, text, tenant="capped-a")
+        assert (prefetch.end, engine.serve(text, "capped-a")) == (PrefetchEnd.FETCHED, 5)
+
+    assert engine.blocks == {"capped-a": 10}
+    assert [engine.hit(text) for text in mine] == [0] * 6 + [5] * 2
+    assert [engine.hit(text) for text in others] == [5, 5]
+
+
+def test_cap_holds_for_fetches_under_way_together(
+    stored: tuple[Tenants, StorageWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of copies that have not ended count, too: those of one prompt, and of several."""
+    engine, world = stored
+    monkeypatch.setattr(prefetches, "FETCH_BLOCKS_MAX", 2)
+    (long,) = fetch(engine, world, "a" + "bcdefghijklmno", tenant="capped-a")
+    assert (long.end, engine.blocks) == (PrefetchEnd.NO_ROOM, {"capped-a": 10})
+    several = fetch(engine, world, *(chr(0x5E00 + number) + "wxyz" for number in range(4)), tenant="capped-b")
+
+    assert sum(prefetch.fetched for prefetch in several) == 10
+    assert engine.blocks == {"capped-a": 10, "capped-b": 10}
+
+
+def test_prefetch_of_a_known_prompt_is_its_tenants(stored: tuple[Tenants, StorageWorld]) -> None:
+    """What continues a tenant's blocks is that tenant's, whoever asks for it."""
+    engine, world = stored
+    engine.serve("ab", "capped-a")
+    fetch(engine, world, "abcde", tenant="capped-b")
+
+    assert engine.blocks == {"capped-a": 5}
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])

@@ -124,6 +124,12 @@ def further_copies_of_a_report_forgotten(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, OffloadVerbs._transfer_done, "for more in request.more", "for more in ()")
 
 
+@caught_by("tests/service/test_offload_endings.py::test_report_of_several_loads_behind_a_goodbye_ends_all_of_them")
+def late_report_ends_at_the_first_refusal(patch: pytest.MonkeyPatch) -> None:
+    """A report of several copies that comes too late ends the first only."""
+    rewrite(patch, OffloadVerbs._transfer_done, "refused.append(refusal)", "raise")
+
+
 @caught_by("tests/core/test_offload.py::test_store_that_is_called_off_is_not_found")
 def offload_called_off_store_believed(patch: pytest.MonkeyPatch) -> None:
     """A store that is called off without a reason counts as written."""

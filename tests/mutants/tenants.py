@@ -8,6 +8,8 @@ from kvcached.core.eviction.by_tenant import ByTenant
 from kvcached.core.index.host_tree import HostTree
 from kvcached.core.index.run_tree import RunTree
 from kvcached.core.managed import Managed
+from kvcached.core.transfers.prefetch import Prefetches
+from kvcached.core.transfers.storage_state import Prefetch
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -45,3 +47,15 @@ def split_forgets_the_tenant(patch: pytest.MonkeyPatch) -> None:
 def hit_in_the_host_pool_is_nobodys(patch: pytest.MonkeyPatch) -> None:
     """A request that hits blocks in the host pool does not say whose they are."""
     rewrite(patch, Managed._acquire_from_host, "session.tree.belong(lease.run, lease.tenant)", "pass")
+
+
+@caught_by("tests/core/test_tenants.py::test_cap_holds_for_blocks_from_storage")
+def prefetch_is_for_nobody(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a prompt that is not known are fetched for nobody, so that no cap bounds them."""
+    rewrite(patch, Prefetch.continue_for, "tenant or self.chain.tenant", "tenant")
+
+
+@caught_by("tests/core/test_tenants.py::test_cap_holds_for_fetches_under_way_together")
+def fetches_under_way_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    """A tenant's cap counts only blocks that have come."""
+    rewrite(patch, Prefetches._fetch, "coming=coming", "coming=0")

@@ -12,6 +12,7 @@ STORAGE_REQUESTS: dict[str, tuple[Request, list[bytes]]] = {
         ),
         [bytes(range(16)) + bytes(range(16, 32))],
     ),
+    "prefetch-tenant": (Prefetch(id=44, tokens=300, tenant="free-7"), [bytes(range(16))]),
     "storage_control": (StorageControl(id=41, action="detach"), []),
 }
 STORAGE_REPLIES: dict[str, tuple[Reply, list[bytes]]] = {

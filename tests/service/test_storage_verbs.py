@@ -127,6 +127,13 @@ def test_best_effort_is_answered_at_once(office: StorageOffice) -> None:
     assert office.hit(BLOCKS) == BLOCKS
 
 
+def test_tenant_of_a_prefetch_is_whom_its_blocks_are_for(office: StorageOffice) -> None:
+    """The core is told whose quota the blocks count against."""
+    request = wire.Prefetch(id=office.next_id(), tokens=4 * BLOCKS, full=True, tenant="free-7")
+    office.service.submit(ONE, request, [key_chain(BLOCKS, 0)], lambda _: None)
+    assert [each.tenant for each in office.cache.storage.prefetches.under_way.values()] == ["free-7"]
+
+
 def test_wait_complete_is_answered_when_all_has_come(office: StorageOffice) -> None:
     """The answer comes with the last block, and says how many there were."""
     answers = office.prefetch("wait_complete")

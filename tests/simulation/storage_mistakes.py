@@ -123,10 +123,10 @@ def _prefix_not_kept(patch: pytest.MonkeyPatch) -> None:
     """A prefetch makes room as any store does: the prefix that it continues may be what is evicted."""
     reserve: Any = PrefixTree.reserve_host
 
-    def reserve_anywhere(self: PrefixTree, count: int, cause: str, *, keep: Any = None) -> Any:
-        return reserve(self, count, cause, keep=None if cause.startswith("prefetch") else keep)
+    def reserve_anywhere(self: PrefixTree, count: int, cause: str, *, keep: Any = None, **others: Any) -> Any:
+        return reserve(self, count, cause, keep=None if cause.startswith("prefetch") else keep, **others)
 
-    patch.setattr(PrefixLocks, "begin", lambda *_: None)
+    patch.setattr(PrefixLocks, "extend", lambda *_: None)
     patch.setattr(PrefixTree, "reserve_host", reserve_anywhere)
 
 

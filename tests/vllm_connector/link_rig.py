@@ -149,8 +149,9 @@ class ScriptedClient:
         stop: str = "timeout",
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
+        tenant: str = "",
     ) -> Any:
-        self._answer("begin_prefetch", keys, tokens, stop, prefill_tokens_per_s)
+        self._answer("begin_prefetch", keys, tokens, stop, prefill_tokens_per_s, *([tenant] if tenant else []))
         self.pending.append(FakePending(self))
         return self.pending[-1]
 

@@ -163,6 +163,7 @@ class MiniClient:
         stop: str = "",
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
+        tenant: str = "",
     ) -> MiniPrefetch:
         if not self.is_alive:
             _gone()

@@ -262,6 +262,18 @@ def test_priority_is_told(rig: LinkRig) -> None:
     assert client.calls == [("acquire", "r~1", bytes(32), 9, False, -8)]
 
 
+def test_tenant_is_told_before_its_blocks_are_fetched(fetching_rig: LinkRig) -> None:
+    """The daemon gets the tenant of a seek with its prefetch, and again with its acquire."""
+    client = ScriptedClient(1)
+    connected(fetching_rig, client)
+    fetching_rig.link.submit(Seek(1, "r~1", bytes(32), 9, True, tenant="acme"))
+    fetching_rig.wait(1)
+    client.pending[0].end()
+    fetching_rig.wait(1)
+    asked = [call for call in client.calls if call[0] in {"begin_prefetch", "acquire"}]
+    assert [(call[0], call[-1]) for call in asked] == [("begin_prefetch", "acme"), ("acquire", "acme")]
+
+
 def test_a_request_chooses_how_long_it_waits_for_storage(fetching_rig: LinkRig) -> None:
     """A request's wish goes before the engine's setting: not to ask storage, or to wait in another way."""
     client = ScriptedClient(1)

@@ -170,10 +170,7 @@ class HostTree(RunTree):
         self.touch(run, depth, HOST, is_hit=is_hit, priority=priority)
 
     def unlock_host(self, run: Run, depth: int, reason: MissReason = MissReason.CORRUPT_OR_FAILED) -> None:
-        """Take back a lock of the host's part of the path ``[0, depth)``.
-
-        `reason` is that of holes at its end, which leave the index.
-        """
+        """Take back a lock of the host's part of the path ``[0, depth)``; holes at its end go, for `reason`."""
         run = self.resolve(run, depth)
         self.unlock(run, depth, HOST)
         self._prune(run)
@@ -209,16 +206,19 @@ class HostTree(RunTree):
         self._prune(self.resolve(run, pieces[-1].end))
         self.drop_lost(run)
 
-    def reserve_host(self, count: int, cause: str, *, tenant: str, keep: tuple[Run, int] | None = None) -> Ranges[int]:
+    def reserve_host(
+        self, count: int, cause: str, *, tenant: str, keep: tuple[Run, int] | None = None, coming: int = 0
+    ) -> Ranges[int]:
         """Up to `count` host slots, FILLING, for which slabs are taken and least valuable tails evicted.
 
-        They are for a tenant: it gets no more than its cap, and others keep their floors. What the host pool has of the
-        path `keep`, which these slots will continue, is not evicted for them.
+        They are for a tenant: it gets no more than its cap, `coming` blocks included that the index does not have yet,
+        and others keep their floors. What the host pool has of the path `keep`, which these slots will continue, is not
+        evicted for them.
         """
         host, tenants = self._host, self.tenants
-        if tenants is not None and tenant and count > tenants.room(tenant):
-            self._evict_for(tenant, count - tenants.room(tenant), f"{cause}: cap of {tenant!r}", keep, only=True)
-            count = max(min(count, tenants.room(tenant)), 0)
+        if tenants is not None and tenant and (over := count + coming - tenants.room(tenant)) > 0:
+            self._evict_for(tenant, over, f"{cause}: cap of {tenant!r}", keep, only=True)
+            count = max(min(count, tenants.room(tenant) - coming), 0)
         while host.free < count and host.grow():
             pass
         if host.free < count:

@@ -301,7 +301,10 @@ class Prefetches:
         tree, start = prefetch.chain.tree, prefetch.next
         wanted = min(prefetch.found - start, FETCH_BLOCKS_MAX)
         known = prefetch.chain.known(start)  # it may be longer than what could be locked of it
-        slots = tree.reserve_host(wanted, f"prefetch {prefetch.id}", tenant=known[0].tenant, keep=known)
+        prefetch.continue_for(known[0].tenant)
+        owned = [each for each in self.under_way.values() if each.chain.tree is tree and each.tenant == prefetch.tenant]
+        coming = sum(each.next - each.inserted for each in owned)
+        slots = tree.reserve_host(wanted, f"prefetch {prefetch.id}", tenant=prefetch.tenant, keep=known, coming=coming)
         blocks = slot_count(slots)
         if not blocks:
             return False
@@ -337,10 +340,10 @@ class Prefetches:
                 break
 
     def _over(self, prefetch: Prefetch, end: PrefetchEnd) -> None:
+        self._budget.give_back(prefetch.not_begun * self._block_bytes(prefetch.chain.tree))
         for arrival in prefetch.arrived.values():  # behind a block that did not come
             _free(prefetch.chain.tree, arrival.slots, f"end of prefetch {prefetch.id}")
         prefetch.arrived.clear()
-        self._budget.give_back(prefetch.not_begun * self._block_bytes(prefetch.chain.tree))
         del self.under_way[prefetch.id]
         self.waiting.pop(prefetch.id, None)
         self._locks.hand_over(prefetch.id)
@@ -375,6 +378,7 @@ def _insert(chain: Chain, start: int, ranges: Ranges[int]) -> int:
     if depth < end:
         run = tree.extend_host(run, depth, chain.keys[depth * KEY_SIZE : end * KEY_SIZE])
     tree.lock(run, end, HOST)
+    tree.belong(run, chain.tenant)
     taken, at, left = 0, start, no_ranges()
     for piece in tree.missing_in_host(run, end):
         first = max(piece.start, start)

@@ -46,6 +46,7 @@ class Chain(NamedTuple):
         start: how many of them the engine finds already.
         block_tokens: tokens per block.
         prefill_tokens_per_s: how fast the engine computes; 0 where it has not said.
+        tenant: whom the request is for; "" for nobody in particular.
     """
 
     tree: PrefixTree
@@ -53,6 +54,7 @@ class Chain(NamedTuple):
     start: int
     block_tokens: int
     prefill_tokens_per_s: float
+    tenant: str = ""
 
     @property
     def limit(self) -> int:
@@ -87,45 +89,48 @@ class Prefetch:
         inserted: depth up to which blocks are in the index.
         next: depth of the next block to fetch.
         found: depth up to which storage says it has blocks.
+        admitted: depth up to which its blocks may be fetched.
         state: see `PrefetchState`.
         copies: under way.
-        admitted: depth up to which its blocks may be fetched.
         arrived: by depth of their first block.
         fetched: blocks that have entered the index through it.
         asked: how many blocks the present question is about.
         began_us, began_at: when the present fetch began, and with which block.
         stopping: no more copies are begun.
+        tenant: whose its blocks are, as far as that is known.
         own: stores of the session that asked, for which it does not wait.
         store: the store that it waits for.
         filling: blocks behind the hit that stores are writing.
+        wait_until_ms: when it has waited long enough for that store.
     """
 
     id: int
-        wait_until_ms: when it has waited long enough for that store.
     chain: Chain
     namespace: bytes
     generation: int
     inserted: int = field(init=False)
     next: int = field(init=False)
     found: int = field(init=False)
+    admitted: int = field(default=0, init=False)
     state: PrefetchState = field(default=PrefetchState.WAITING, kw_only=True)
     end: PrefetchEnd = PrefetchEnd.FETCHED
     copies: dict[TransferId, StorageTransfer] = field(default_factory=dict)
-    admitted: int = field(default=0, init=False)
     arrived: dict[int, Arrival] = field(default_factory=dict)
     fetched: int = 0
     asked: int = 0
     began_us: int = 0
     began_at: int = 0
     stopping: bool = False
+    tenant: str = field(init=False)
     own: Container[TransferId] = field(default=(), kw_only=True)
     store: TransferId = field(default=NO_STORE, init=False)
     filling: int = field(default=0, init=False)
+    wait_until_ms: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.inserted = self.next = self.found = self.chain.start
+        self.tenant = self.chain.tenant
 
-    wait_until_ms: int = field(default=0, init=False)
     def enter(self, state: PrefetchState) -> None:
         """Go along an edge of `PREFETCH_TRANSITIONS`."""
         self.state = follow(PREFETCH_TRANSITIONS, self.state, state, f"prefetch {self.id}")
@@ -152,6 +157,14 @@ class Prefetch:
         """Storage has the first `found` of the blocks that it was asked about."""
         self.found = self.next + max(found, 0)
         self.began_us, self.began_at = now_us, self.next
+
+    def continue_for(self, tenant: str) -> None:
+        """The blocks that it continues are a tenant's, and so will be those that it brings; "": nobody's yet."""
+        self.tenant = tenant or self.chain.tenant
+
+    def admit(self) -> None:
+        """What storage has of it may be fetched."""
+        self.admitted = self.found
 
     def fetch(self, copy: StorageTransfer) -> None:
         """A copy of its next blocks is under way."""

@@ -157,6 +157,7 @@ class Client(Protocol):
         stop: StopPolicy = "timeout",
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
+        tenant: str = "",
     ) -> PendingFetch:
         """Bring blocks from storage into the host pool."""
 
@@ -226,6 +227,7 @@ def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy, behind: Hold | 
         stop=stop,
         deadline_ms=FETCH_MS_MAX,
         prefill_tokens_per_s=seek.prefill_tokens_per_s,
+        tenant=seek.tenant,
     )
 
 
