@@ -183,7 +183,7 @@ STORAGE_MISTAKES = [
     Mistake("tails copied under never", _tails_copied_under_never, (30, 37)),
     Mistake("pin outlives its time", _pin_outlives_its_time, (4, 3)),
     Mistake("pin ends early", _pin_ends_early, (0, 1)),
-    Mistake("prefix of a prefetch not kept", _prefix_not_kept, (16,)),
+    Mistake("prefix of a prefetch not kept", _prefix_not_kept, (2, 87)),
     Mistake("held slab taken", _held_slab_taken, (6, 56)),
     Mistake("lock outlives its session", _lock_outlives_its_session, (8, 10)),
     Mistake("generations begin at 0 again", _generations_begin_at_0_again, (2, 3), reboots=True),
