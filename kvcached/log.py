@@ -2,6 +2,8 @@
 
 Messages hold names that peers chose. Characters that could forge a line or drive a terminal are escaped. A message that
 names its arguments, as in ``"session %(session)d ended"``, has them as fields where the format is JSON.
+
+Nobody waits for whoever reads the log, who may have stopped reading: lines are kept meanwhile, and dropped in the end.
 """
 
 from __future__ import annotations
@@ -10,14 +12,22 @@ import errno
 import json
 import logging
 import os
+import select
+import socket
 import stat
-import sys
-from collections.abc import Mapping
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvcached_client.types import LogLevel
+
+if TYPE_CHECKING:
+    import asyncio
 
 _LEVELS: Final[dict[LogLevel, int]] = {
     "debug": logging.DEBUG,
@@ -28,6 +38,12 @@ _LEVELS: Final[dict[LogLevel, int]] = {
 _STDERR: Final = 2
 #: Of a file with the output of other processes, when one starts: more than people read. Run directories are in memory.
 OUTPUT_BYTES_MAX: Final = 8 << 20
+#: What is kept of a log that nobody reads, until somebody does: about 7,000 lines.
+WAITING_BYTES_MAX: Final = 1 << 20
+#: Between two tries to write what is kept, where nothing is logged meanwhile.
+_RETRY_S: Final = 0.1
+#: How long the end of a process waits for the reader of its log.
+_FLUSH_S_MAX: Final = 1.0
 _LOGGERS: Final = ("kvcached", "kvcached_client")
 #: systemd sets it to device and inode of the stream that it has given to a process: the journal's.
 _JOURNAL_VARIABLE: Final = "JOURNAL_STREAM"
@@ -38,13 +54,14 @@ _DEBUG_PRIORITY: Final = 7
 
 def set_up_logging(level: LogLevel, log_format: Literal["plain", "json"]) -> None:
     """Send what `kvcached` and `kvcached_client` log to stderr. Called again, it replaces the earlier settings."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Lines(_STDERR)
     formatter = _JsonFormatter() if log_format == "json" else _PlainFormatter()
     handler.setFormatter(_JournalFormatter(formatter) if _is_journal(_STDERR) else formatter)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
+    logging.lastResort = handler  # for what asyncio says: Python's own would wait for a reader
     set_level(level)
 
 
@@ -99,6 +116,135 @@ def escaped(text: str) -> str:
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+class _Lines(logging.Handler):
+    """Writes lines to a stream, in order, and never waits for its reader but at the end of the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._write = _writer(descriptor, self)
+        self._waiting: deque[tuple[bytes, int]] = deque()  # what is to be written, and how many lines that stands for
+        self._waiting_bytes = 0
+        self._dropped = 0  # lines since the last one that says so
+        self._retries_in: asyncio.AbstractEventLoop | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line if there is room; otherwise keep it, or drop it where too much is kept."""
+        try:
+            line = self._encoded(record)
+        except Exception:  # noqa: BLE001 - as every handler does: a message that does not fit its arguments
+            self.handleError(record)
+            return
+        if self._waiting_bytes + len(line) > WAITING_BYTES_MAX:
+            self._write_out()
+        if self._waiting and self._waiting_bytes + len(line) > WAITING_BYTES_MAX:
+            self._dropped += 1
+        else:
+            self._tell_dropped()
+            self._add(line, 1)
+        if not self._write_out():
+            self._retry_later()
+
+    def flush(self) -> None:
+        """Write what is kept; wait a moment for the reader. Only the end of the process calls this."""
+        room, end_s = select.poll(), time.monotonic() + _FLUSH_S_MAX
+        room.register(self._descriptor, select.POLLOUT)
+        while not self._write_out() and (left_s := end_s - time.monotonic()) > 0:
+            room.poll(left_s * 1000)
+
+    def _encoded(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+
+    def _add(self, line: bytes, lines: int) -> None:
+        self._waiting.append((line, lines))
+        self._waiting_bytes += len(line)
+
+    def _tell_dropped(self) -> None:
+        if not self._dropped:
+            return
+        fields = {"dropped": self._dropped}
+        words = "%(dropped)d lines were dropped here: nobody has read the log for a while, or its disk was full"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, words, (fields,), None)
+        self._add(self._encoded(record), self._dropped)
+        self._dropped = 0
+
+    def _write_out(self) -> bool:
+        """Write what there is room for; whether nothing waits any more."""
+        try:
+            while self._waiting or self._dropped:
+                if not self._waiting:
+                    self._tell_dropped()
+                line, lines = self._waiting[0]
+                written = self._write(line)
+                self._waiting_bytes -= written
+                if written < len(line):
+                    self._waiting[0] = (line[written:], lines)
+                else:
+                    self._waiting.popleft()
+        except BlockingIOError:
+            return False
+        except OSError:  # the reader has gone, or the disk is full: the next line is another try
+            self._dropped += sum(lines for _, lines in self._waiting)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+        return True
+
+    def _retry_later(self) -> None:
+        """Write what is kept once there is room. Outside an event loop the next line does, or the end."""
+        import asyncio  # noqa: PLC0415 - quick commands take `escaped` from here; where a loop runs, it is imported
+
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if self._retries_in is not loop:
+            self._retries_in = loop
+            loop.call_later(_RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self.acquire()
+        try:
+            self._retries_in = None
+            if not self._write_out():
+                self._retry_later()
+        finally:
+            self.release()
+
+
+def _writer(descriptor: int, owner: object) -> Callable[[bytes], int]:
+    """What writes to a stream as much as it takes at once, or raises `BlockingIOError`. It lives as long as its owner.
+
+    Whoever else has the stream, as the shell has a terminal, expects that writes to it wait. So O_NONBLOCK is set for
+    what is opened here, and not for what is given.
+    """
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISSOCK(mode):
+        ours = socket.socket(fileno=os.dup(descriptor))
+        weakref.finalize(owner, ours.close).atexit = False  # the end of the process comes to write, too
+        return lambda line: ours.send(line, socket.MSG_DONTWAIT)
+    if not (stat.S_ISFIFO(mode) or os.isatty(descriptor)):
+        return partial(os.write, descriptor)  # a file, or a device that makes nobody wait
+    try:
+        again = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:  # another user's terminal, as under su; or the reader has gone
+        return partial(_write_if_room, descriptor)
+    weakref.finalize(owner, os.close, again).atexit = False
+    return partial(os.write, again)
+
+
+def _write_if_room(descriptor: int, line: bytes) -> int:
+    """Write to a pipe or a terminal that cannot be opened again.
+
+    Where a pipe has room, it has room for PIPE_BUF. A terminal under Ctrl-S has none. One whose window has stalled may
+    have less than it seems: the write then waits for that.
+    """
+    room = select.poll()
+    room.register(descriptor, select.POLLOUT)
+    if not room.poll(0):
+        raise BlockingIOError
+    return os.write(descriptor, line[: select.PIPE_BUF])
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -195,7 +195,9 @@ class _Supervisor:
                 notify(STOPPING)
 
     def _on_silent(self, silent_s: float) -> None:
-        """The daemon is alive but silent: it hangs, or was stopped by a signal."""
+        """The daemon is alive but silent: it hangs, or was stopped by a signal. Nothing comes before the signal."""
+        os.kill(self._pid, signal.SIGABRT)
+        self._kill_timer = self._loop.call_later(self._policy.kill_after_s, os.kill, self._pid, signal.SIGKILL)
         _log.error(
             "daemon %d has not said for %.1f s that it lives: it hangs, or was stopped. It is ended by SIGABRT, which "
             "makes it log where it hangs, and by SIGKILL after %g s",
@@ -203,8 +205,6 @@ class _Supervisor:
             silent_s,
             self._policy.kill_after_s,
         )
-        os.kill(self._pid, signal.SIGABRT)
-        self._kill_timer = self._loop.call_later(self._policy.kill_after_s, os.kill, self._pid, signal.SIGKILL)
 
     def _on_child(self) -> None:
         """Reap processes that have ended: the daemon, or orphans that it has left."""

@@ -24,33 +24,33 @@ def _restored_loggers() -> Iterator[None]:
         logger.handlers, logger.level, logger.propagate = handlers, level, propagate
 
 
-def test_log_plain_line_has_time_level_logger_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_plain_line_has_time_level_logger_and_message(capfd: pytest.CaptureFixture[str]) -> None:
     """A plain line starts with the time in UTC and names level and logger; nothing goes to stdout."""
     set_up_logging("info", "plain")
 
     logging.getLogger("kvcached.service.service").info("session %d ended", 7)
 
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert captured.out == ""
     time, rest = captured.err.split(" ", 1)
     assert time.endswith("Z")
     assert rest == "INFO kvcached.service.service: session 7 ended\n"
 
 
-def test_log_escapes_what_could_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_escapes_what_could_forge_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     """A message with a line break or an escape sequence stays one harmless line."""
     set_up_logging("info", "plain")
 
     logging.getLogger("kvcached").warning("client %s", "x\nERROR kvcached: fake\x1b[2J")
 
-    lines = capsys.readouterr().err.splitlines()
+    lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].endswith(r"client x\nERROR kvcached: fake\x1b[2J")
 
 
 @pytest.mark.parametrize(("level", "expected"), [("debug", 2), ("info", 1), ("warning", 0), ("error", 0)])
 def test_log_level_is_the_least_important_that_shows(
-    level: str, expected: int, capsys: pytest.CaptureFixture[str]
+    level: str, expected: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Messages below the level are not logged."""
     set_up_logging(level, "plain")  # type: ignore[arg-type]
@@ -58,46 +58,46 @@ def test_log_level_is_the_least_important_that_shows(
     logging.getLogger("kvcached.rpc").debug("a")
     logging.getLogger("kvcached.rpc").info("b")
 
-    assert len(capsys.readouterr().err.splitlines()) == expected
+    assert len(capfd.readouterr().err.splitlines()) == expected
 
 
-def test_log_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_json_is_one_object_per_line(capfd: pytest.CaptureFixture[str]) -> None:
     """In JSON, each message is one line with time, level, logger and message, a traceback included."""
     set_up_logging("info", "json")
 
     logging.getLogger("kvcached.worker").error("lost", exc_info=ValueError("no\nsuch thing"))
 
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     entry = json.loads(line)
     assert (entry["level"], entry["logger"], entry["message"]) == ("error", "kvcached.worker", "lost")
     assert "ValueError: no\nsuch thing" in entry["traceback"]
 
 
-def test_log_set_up_twice_logs_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_set_up_twice_logs_once(capfd: pytest.CaptureFixture[str]) -> None:
     """Setting up again replaces the earlier handler."""
     set_up_logging("info", "plain")
     set_up_logging("info", "plain")
 
     logging.getLogger("kvcached").info("once")
 
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_log_json_has_the_fields_that_a_message_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_json_has_the_fields_that_a_message_names(capfd: pytest.CaptureFixture[str]) -> None:
     """What a message names is a member of its own in JSON, and cannot replace the members of every line."""
     set_up_logging("info", "json")
 
     fields = {"session": 3, "lease": 7, "level": "mine"}
     logging.getLogger("kvcached").info("session %(session)d, lease %(lease)d: %(level)s", fields)
 
-    entry = json.loads(capsys.readouterr().err)
+    entry = json.loads(capfd.readouterr().err)
     assert (entry["session"], entry["lease"], entry["level"]) == (3, 7, "info")
     assert entry["message"] == "session 3, lease 7: mine"
 
 
 @pytest.mark.parametrize("log_format", ["plain", "json"])
 def test_log_lines_in_the_journal_have_priorities(
-    log_format: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    log_format: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where stderr is the journal's, each line, of a traceback too, begins with its priority; elsewhere none does."""
     status = os.fstat(2)
@@ -106,7 +106,7 @@ def test_log_lines_in_the_journal_have_priorities(
     log = logging.getLogger("kvcached")
     for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
         log.log(level, "x", exc_info=ValueError("y") if level == logging.ERROR else None)
-    lines = capsys.readouterr().err.splitlines()
+    lines = capfd.readouterr().err.splitlines()
     monkeypatch.setenv("JOURNAL_STREAM", "1:2")
     set_up_logging("debug", log_format)  # type: ignore[arg-type]
     log.info("elsewhere")
@@ -115,7 +115,7 @@ def test_log_lines_in_the_journal_have_priorities(
         : 5 if log_format == "plain" else 3
     ] + ["<2>"] * (log_format == "json")
     assert {line[:3] for line in lines if "ValueError" in line} == {"<3>"}
-    assert not capsys.readouterr().err.startswith("<")
+    assert not capfd.readouterr().err.startswith("<")
 
 
 def test_log_lines_name_what_they_are_about() -> None:
