@@ -342,6 +342,8 @@ def _become(
             signal.signal(number, signal.SIG_DFL)
         # In its own group it gets Ctrl-C only from the supervisor. It ends with the supervisor, which keeps its memory.
         os.setpgid(0, 0)
+        # That group is in the background of a terminal: under `stty tostop` its first line there would stop it.
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(START_FAILED)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import pytest
 
 from kvcached.cli.main import ExitCode
 from kvcached.recovery.supervise import serve_command
-from kvcached_client import Client
+from kvcached_client import Admin, Client
 from tests.daemon.conftest import CONFIG
 from tests.daemon.supervised import Supervised
 from tests.project.daemon_process import STOP_TIMEOUT_S, clean_environment
@@ -117,3 +118,22 @@ def test_hung_daemon_is_replaced_without_a_reader_of_the_log(
         assert health(daemon.run_dir) == ExitCode.OK
         daemon.process.terminate()
         assert daemon.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_terminal_that_stops_background_output_stops_no_daemon(tmp_path: Path, options: list[str]) -> None:
+    """Under `stty tostop`, a supervised daemon starts and logs, though it is in the background of the terminal."""
+    ours, theirs = os.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[3] |= termios.TOSTOP
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    command = [sys.executable, "-m", "kvcached", "supervise", *options]
+    try:
+        with running(
+            tmp_path, [sys.executable, "-m", "tests.recovery.on_terminal", *command], theirs, theirs
+        ) as daemon:
+            with Admin.connect(daemon.run_dir) as admin:
+                assert admin.health().ok
+            read_soon(ours, rb"kvcached.daemon: ready")
+    finally:
+        os.close(ours)
+        os.close(theirs)
