@@ -257,7 +257,9 @@ class _PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name}: {escaped(record.getMessage())}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        return "\n".join([line, *map(escaped, self.formatException(record.exc_info).split("\n"))])
 
 
 class _JsonFormatter(logging.Formatter):

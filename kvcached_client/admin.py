@@ -170,7 +170,8 @@ class AdminCalls:
         Args:
             target: a replica, or the first hex digits of its namespace; all that share it have the same weights.
                 Engines in offload mode name their weights themselves, so their namespaces are refused (`bad_value`).
-            version: replaces the configuration's `revision` in the root of all keys; at most 256 characters.
+            version: replaces the configuration's `revision` in the root of all keys; at most 256 printable
+                characters.
             deadline_ms: as of `clear`.
         """
         request = SetWeights(id=self._channel.next_id(), target=target, version=version)

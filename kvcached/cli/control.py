@@ -133,7 +133,9 @@ def set_weights(target: str, version: str, run_dir: Path | None, deadline_ms: in
         print_json(fields_of(done))
     else:
         names = ", ".join(done.replicas)
-        click.echo(f"weights {done.weights_version} of {names}; {done.blocks} blocks; generation {done.generation}")
+        click.echo(
+            f"weights {escaped(done.weights_version)} of {names}; {done.blocks} blocks; generation {done.generation}"
+        )
 
 
 @click.command(epilog=EPILOG)
@@ -243,9 +245,9 @@ def _text(report: StorageReport) -> str:
     if report.counters:
         lines.append(", ".join(f"{name} {count}" for name, count in sorted(report.counters.items())))
     if report.state == "read_only":
-        lines.append(f"storage accepts no blocks: {report.why}")
+        lines.append(f"storage accepts no blocks: {escaped(report.why)}")
     elif report.why:
-        lines.append(f"last failure: {report.why} (its process was restarted {report.restarts} times)")
+        lines.append(f"last failure: {escaped(report.why)} (its process was restarted {report.restarts} times)")
     return "\n".join(lines)
 
 

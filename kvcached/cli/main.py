@@ -50,6 +50,7 @@ from kvcached.cli.serve import capacity, check_config, keep, serve, supervise
 from kvcached.cli.set_up import doctor, init, keys
 from kvcached.cli.top import top, watch
 from kvcached.cli.what_if import what_if
+from kvcached.log import escaped
 
 __all__ = ["ExitCode", "main"]
 
@@ -174,7 +175,8 @@ def health(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     elif owner := owner_of(run_dir):
         click.echo(f"the daemon runs as {owner}")
     for part in () if as_json else report.parts:
-        click.echo(f"{'ok  ' if part.ok else 'FAIL'}  {part.part}{f': {part.detail}' if part.detail else ''}")
+        told = escaped(f"{part.part}{f': {part.detail}' if part.detail else ''}")
+        click.echo(f"{'ok  ' if part.ok else 'FAIL'}  {told}")
     sys.exit(ExitCode.OK if report.ok else ExitCode.UNHEALTHY)
 
 
@@ -188,7 +190,7 @@ def check(run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     if as_json:
         print_json(fields_of(report))
     else:
-        click.echo("\n".join(report.violations) or "no violations")
+        click.echo("\n".join(map(escaped, report.violations)) or "no violations")
     sys.exit(ExitCode.OK if report.ok else ExitCode.UNHEALTHY)
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TextIO, Type
 import click
 from click.core import ParameterSource
 
+from kvcached.log import escaped
+
 if TYPE_CHECKING:
     from kvcached.cli.prompt_keys import Prompt
     from kvcached_client import Admin
@@ -199,10 +201,10 @@ def owner_of(run_dir: Path | None) -> str:
 
 
 def fail(code: ExitCode, message: str) -> NoReturn:
-    """End the program with the reason on stderr."""
+    """End the program with the reason on stderr. A daemon's words may hold names that its engines chose."""
     try:
-        for line in message.splitlines():
-            click.echo(f"kvcached: {line}", err=True)
+        for line in message.rstrip("\n").split("\n"):
+            click.echo(f"kvcached: {escaped(line)}", err=True)
     except OSError:  # nobody can be told; at an exit in order, what could not be written would make another status
         os._exit(code)
     sys.exit(code)

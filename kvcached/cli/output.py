@@ -61,7 +61,7 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
         _print_facts("host pool", {**_host_pool(offered), "free slabs": offered.slabs - allocated})
     for host in report.hosts:
         _print_facts(
-            f"host pool of {', '.join(host.replicas) or escaped(host.label) or 'a cleared namespace'}",
+            f"host pool of {', '.join(host.replicas) or host.label or 'a cleared namespace'}",
             {
                 "namespace": host.namespace,
                 **({} if host.replicas else {"generation": host.generation}),
@@ -71,11 +71,11 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
                 "slabs": host.slabs,
                 "slots": host.slots,
                 **host.states,
-                **{f"tenant {escaped(each.tenant)}": _share(each) for each in host.tenants},
+                **{f"tenant {each.tenant}": _share(each) for each in host.tenants},
             },
         )
     for kept in report.engine_pools:
-        _print_facts(f"device memory of {escaped(kept.name)}", _engine_pool(kept, report.device_memory_bytes))
+        _print_facts(f"device memory of {kept.name}", _engine_pool(kept, report.device_memory_bytes))
     if report.hosts:
         _print_facts("transfers", {name.replace("_", " "): count for name, count in report.transfers.items()})
     _print_facts("counters", dict(sorted(report.counters.items())))
@@ -100,7 +100,7 @@ def _engine_pool(pool: EnginePoolStats, limit_bytes: int) -> dict[str, object]:
 def _registered(shards: Sequence[HostRegistration]) -> dict[str, str]:
     told = (
         f"shard {each.shard}: {each.registered_bytes} of {each.size_bytes} bytes"
-        + (f" ({escaped(each.error)})" if each.error else "")
+        + (f" ({each.error})" if each.error else "")
         for each in shards
     )
     return {"registered": "; ".join(told)} if shards else {}
@@ -180,11 +180,15 @@ def print_capacity(room: Capacity) -> None:
 
 
 def _print_facts(title: str, facts: Mapping[str, object]) -> None:
-    """Lines of `name: value` under a title ("" = none). Nothing is cut, however narrow the terminal is."""
+    """Lines of `name: value` under a title ("" = none). Nothing is cut, however narrow the terminal is.
+
+    Engines and their users choose some titles, names and values: each stays on its line.
+    """
     if title:
-        click.echo(f"\n{title}")
-    width = max((len(name) for name in facts), default=0) + 2
-    for name, value in facts.items():
+        click.echo(f"\n{escaped(title)}")
+    shown = {escaped(name): escaped(str(value)) for name, value in facts.items()}
+    width = max((len(name) for name in shown), default=0) + 2
+    for name, value in shown.items():
         click.echo(f"{'  ' if title else ''}{f'{name}:':<{width}}{value}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
+from kvcached.log import escaped
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import Description, Explanation, ReplicaInfo
@@ -120,7 +121,7 @@ def _own_keys(daemon: Daemon, place: Explanation, prompt: Prompt) -> bytes:
     if not found:
         raise request_error(
             ErrorCode.BAD_VALUE,
-            f"namespace {place.namespace} ({place.label}) belongs to engines in offload mode",
+            f"namespace {place.namespace} ({escaped(place.label)}) belongs to engines in offload mode",
             "give --engine vllm if the engines are vLLM, otherwise --keys",
         )
     return replica_chain(found[0], prompt).keys
@@ -136,7 +137,7 @@ def _find_place(daemon: Daemon, target: str) -> Explanation:
         or [each for each in places if each.label == target]
     )
     if not found:
-        names = ", ".join(each.replica or f"{each.namespace} ({each.label})" for each in places)
+        names = ", ".join(each.replica or f"{each.namespace} ({escaped(each.label)})" for each in places)
         raise request_error(
             ErrorCode.UNKNOWN_REPLICA,
             f"no replica and no namespace is called {target!r}; there are: {names or 'none'}",

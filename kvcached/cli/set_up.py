@@ -12,6 +12,7 @@ from typing import Final
 import click
 
 from kvcached.cli.options import EPILOG, ExitCode, fail, json_option, print_json, run_dir_option
+from kvcached.log import escaped
 
 #: Where the examples are: a wheel has its own copies in the package, a checkout the folder `configs`.
 _SHIPPED: Final = tuple(Path(__file__).parents[level] / "configs" for level in (1, 2))
@@ -225,9 +226,9 @@ def doctor(
     for finding in checks:
         findings.append(finding)
         if not as_json:
-            click.echo(f"{_MARKS[finding.level]}  {finding.check}: {finding.text}")
+            click.echo(f"{_MARKS[finding.level]}  {finding.check}: {escaped(finding.text)}")
         if not as_json and finding.fix:
-            click.echo(f"      fix: {finding.fix}")
+            click.echo(f"      fix: {escaped(finding.fix)}")
     failed = sum(finding.level == "fail" for finding in findings)
     warned = sum(finding.level == "warn" for finding in findings)
     if as_json:

@@ -203,7 +203,7 @@ def _later_samples(interval_s: float, count: int | None, run_dir: Path | None) -
             with connect(run_dir, _DEADLINE_MS) as admin:
                 yield Sample(monotonic(), admin.stats())
         except KvcachedError as error:
-            yield str(error)
+            yield escaped(str(error))
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def _trouble_lines(history: History, failure: str) -> list[Text]:
     growth = history.latest.growth(history.first)
     grown = {name: growth.get(name, 0) for name in growth if name in _TROUBLES or name.startswith("errors_")}
     lines += [f"{name.replace('_', ' ')}: +{count:,}" for name, count in sorted(grown.items()) if count]
-    return [Text(line, style="yellow") for line in lines]
+    return [Text(escaped(line), style="yellow") for line in lines]
 
 
 def _table(*columns: str) -> Table:

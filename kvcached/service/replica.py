@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 from kvcached.core.cache import Cache
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer
+from kvcached.log import escaped
 from kvcached.memory.device_headers import DeviceHeaders
 from kvcached.memory.host_pool import MemoryIdentity
 from kvcached_client.blocks.header import HeaderKind
@@ -279,7 +280,7 @@ def _meant(name: str, known: list[_Named], replicas: Iterable[str]) -> _Named:
     found = found or [each for each in known if each.label == name and not isinstance(each, UnknownNamespace)]
     if len(found) == 1:
         return found[0]
-    names = [*replicas, *(f"{each.root.hex()[:16]} ({each.label})" for each in known if each.label)]
+    names = [*replicas, *(f"{each.root.hex()[:16]} ({escaped(each.label)})" for each in known if each.label)]
     raise request_error(
         ErrorCode.UNKNOWN_REPLICA,
         f"{len(found)} namespaces are meant by {name!r}; there are: {', '.join(names[:_SHOWN_MAX]) or 'none'}",

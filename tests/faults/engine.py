@@ -104,9 +104,10 @@ class OffloadEngine(FaultyEngine):
     """An engine that keeps its own device memory. Those of one process are one engine that connects anew."""
 
     instance = new_instance()
+    label = "tiny"
 
     def _connect(self, parts: ExitStack) -> None:
-        self.scheduler = Scheduler(self.run_dir, self.instance, 1, PAGE_BYTES, DEADLINE_MS)
+        self.scheduler = Scheduler(self.run_dir, self.instance, 1, PAGE_BYTES, DEADLINE_MS, self.label)
         parts.enter_context(self.scheduler.client)
         self.shard = ShardMemory(0, PAGE_BYTES)
         self.shard.join(self.scheduler.client.session)

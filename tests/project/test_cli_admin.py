@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -13,7 +14,10 @@ from kvcached.cli.main import ExitCode, main
 from kvcached_client import DaemonFailure, ErrorCode
 from kvcached_client.protocol.admin import LocalDisk, StorageReport
 from kvcached_client.protocol.engine import (
+    CheckReport,
     Drained,
+    HealthPart,
+    HealthReport,
     LogLevelSet,
     NamespaceCleared,
     Paused,
@@ -24,6 +28,7 @@ from kvcached_client.protocol.engine import (
 )
 from kvcached_client.types import WritePolicy
 from tests.project.admins import FakeAdmin
+from tests.project.test_cli import REPLIES
 
 CLEARED = NamespaceCleared(
     id=1, replicas=("a", "b"), generation=3, namespace=b"n" * 32, label="", weights_version="step 9", blocks=40
@@ -190,3 +195,46 @@ def test_cli_set_weights_says_why_it_was_refused(admin: FakeAdmin) -> None:
 
     assert (result.exit_code, result.stdout) == (ExitCode.UNHEALTHY, "")
     assert "try again in a moment" in result.stderr
+
+
+HOSTILE = "v\x1b]0;title\x07\nkvcached: forged"
+READ_ONLY = StorageReport(
+    id=1, backend="s3", state="read_only", why=HOSTILE, backup="every", restarts=0,
+    blocks=-1, size_bytes=-1, capacity_bytes=-1, counters={},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reply"),
+    [
+        (["set-weights", "a", "v"], msgspec.structs.replace(CLEARED, weights_version=HOSTILE)),
+        (
+            ["describe"],
+            msgspec.structs.replace(
+                REPLIES["describe"],
+                replicas=(msgspec.structs.replace(REPLIES["describe"].replicas[0], weights_version=HOSTILE),),
+            ),
+        ),
+        (["storage"], READ_ONLY),
+        (["storage"], msgspec.structs.replace(READ_ONLY, state="failed")),
+        (["health"], HealthReport(id=1, ok=False, parts=(HealthPart(part="x", ok=False, detail=HOSTILE),))),
+        (["check"], CheckReport(id=1, ok=False, violations=(HOSTILE,))),
+        (["pause"], DaemonFailure(ErrorCode.INTERNAL, HOSTILE, "")),
+    ],
+)
+def test_cli_shows_a_reply_on_its_own_line(arguments: list[str], reply: Any, admin: FakeAdmin) -> None:
+    """Text in a reply that drives a terminal, or looks like a line of its own, is shown escaped."""
+    admin.reply = reply
+    printed = CliRunner().invoke(main, arguments, color=True).output
+
+    assert r"v\x1b]0;title\x07" in printed
+    assert not {"\x1b", "\x07"} & set(printed)
+    if arguments != ["pause"]:  # a message of several lines may be the program's own: each has the program's name
+        assert "\nkvcached: forged" not in printed
+
+
+def test_cli_says_an_error_of_several_lines_in_as_many(admin: FakeAdmin) -> None:
+    """Each line of an error stands on a line of stderr, behind the program's name."""
+    admin.reply = DaemonFailure(ErrorCode.INTERNAL, "one\ntwo\rthree", "wait")
+
+    assert run("resume").stderr == "kvcached: internal: one\nkvcached: two\\rthree (wait)\n"

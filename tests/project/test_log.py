@@ -48,6 +48,15 @@ def test_log_escapes_what_could_forge_a_line(capfd: pytest.CaptureFixture[str]) 
     assert lines[0].endswith(r"client x\nERROR kvcached: fake\x1b[2J")
 
 
+def test_log_escapes_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
+    """What an error says drives no terminal, and the lines of its traceback stay lines."""
+    set_up_logging("info", "plain")
+
+    logging.getLogger("kvcached").error("failed", exc_info=ValueError("x\x1b[2J\ny"))
+
+    assert capfd.readouterr().err.splitlines()[1:] == [r"ValueError: x\x1b[2J", "y"]
+
+
 @pytest.mark.parametrize(("level", "expected"), [("debug", 2), ("info", 1), ("warning", 0), ("error", 0)])
 def test_log_level_is_the_least_important_that_shows(
     level: str, expected: int, capfd: pytest.CaptureFixture[str]

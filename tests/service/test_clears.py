@@ -147,6 +147,15 @@ def test_set_weights_is_idempotent_by_version() -> None:
     assert cleared(clear(office)) == (3, "step 2", 0)
 
 
+@pytest.mark.parametrize("version", ["v\x1b[2J", "v\n", "\x00", "\u202e"])
+def test_set_weights_of_a_version_that_cannot_be_printed_is_refused(version: str) -> None:
+    """A version that could drive the terminal of who looks at it is refused, and nothing is cleared."""
+    office = Office()
+
+    assert code(set_weights(office, version)) is ErrorCode.BAD_VALUE
+    assert cleared(clear(office)) == (1, "", 0)
+
+
 def test_set_weights_during_a_clear_is_told_to_try_again() -> None:
     """Only a clear with the same weights can stand for it."""
     office = busy()

@@ -97,8 +97,8 @@ class Clears:
         """The same with a version of weights; where the replicas have that already, nothing is done.
 
         Raises:
-            RequestError: not exactly one namespace is meant, it is one of engines in offload mode, another clear is
-                under way, or too many requests wait.
+            RequestError: not exactly one namespace is meant, it is one of engines in offload mode, the version cannot
+                be printed, another clear is under way, or too many requests wait.
         """
         clear = self._known(connection, request)
         if clear is None:
@@ -228,6 +228,12 @@ class Clears:
                 ErrorCode.BAD_VALUE,
                 f"namespace {target.label!r} is of engines that name its weights themselves: no version can be set",
                 "use `kvcached clear` when they have other weights, or start them with another weights_version",
+            )
+        if not version.isprintable():
+            raise request_error(
+                ErrorCode.BAD_VALUE,
+                f"weights version {version!r} has characters that cannot be printed",
+                "give a version of printable characters, as a revision or a checksum",
             )
         replica, clear = self._replicas[target.replicas[0]], self._begun(target)
         if clear is None and replica.weights_version == version:
