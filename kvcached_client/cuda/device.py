@@ -30,7 +30,7 @@ class Device:
     Attributes:
         driver: how to call it.
         ordinal: its number in this process; other processes may count otherwise.
-        uuid: names the device in every process, as ``GPU-…`` of nvidia-smi.
+        uuid: names the device in every process, as ``GPU-…`` of nvidia-smi; of a MIG instance its own.
         name: of the model.
         granularity_bytes: memory is made and mapped in multiples of it.
     """
@@ -44,7 +44,9 @@ class Device:
         """
         if not 0 <= ordinal < (count := driver.devices()):
             raise CudaMissing(
-                f"device {ordinal} of {count}", "name one that nvidia-smi lists; see CUDA_VISIBLE_DEVICES"
+                f"device {ordinal} of {count}",
+                "name one that nvidia-smi lists, whose numbers CUDA has where CUDA_DEVICE_ORDER=PCI_BUS_ID is set; see "
+                "CUDA_VISIBLE_DEVICES",
             )
         self.driver = driver
         self.ordinal = ordinal
@@ -276,7 +278,10 @@ def _uuid_if_told(driver: Driver, ordinal: int) -> str:
 
 
 def _uuid(driver: Driver, device: Opaque) -> str:
-    return f"GPU-{uuid.UUID(bytes=bytes(driver.call('cuDeviceGetUuid', device).bytes))}"
+    """Of an instance of a device (MIG) its own, by which its memory is told from that of its neighbours."""
+    # Bindings before CUDA 13 have the call that knows instances beside one that gives the whole device's UUID.
+    name = "cuDeviceGetUuid_v2" if hasattr(driver.names, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    return f"GPU-{uuid.UUID(bytes=bytes(driver.call(name, device).bytes))}"
 
 
 class DeviceMemory:

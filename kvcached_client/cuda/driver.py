@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -71,6 +72,8 @@ _LOST_RESULTS: Final = frozenset(
 #: A device that only one process may use, or none. Engine and worker are two, and so are engine and copy process.
 UNAVAILABLE: Final = "CUDA_ERROR_DEVICE_UNAVAILABLE"
 UNAVAILABLE_FIX: Final = "set the compute mode that lets several processes use the device: nvidia-smi -c DEFAULT"
+#: What bindings say that were given a result which they do not know, some of them only the number.
+_UNKNOWN_RESULT: Final = re.compile(r"(\d+)(?: is not a valid CUresult)?")
 _UNKNOWN_COPY: Final = ctypes.c_size_t(-1).value
 
 
@@ -79,7 +82,7 @@ class CudaFailure(DeviceError):
 
     Attributes:
         call: its name.
-        result: the name of the driver's answer, as ``CUDA_ERROR_OUT_OF_MEMORY``.
+        result: the name of the driver's answer, as ``CUDA_ERROR_OUT_OF_MEMORY``; its number where it has no name here.
     """
 
     def __init__(self, call: str, result: str, detail: str = "") -> None:
@@ -158,6 +161,10 @@ class Driver:
             result, *values = getattr(self._bindings, name)(*arguments)
         except RuntimeError as error:  # the driver is too old for the call, or its library is not there
             raise CudaFailure(name, "CUDA_ERROR_NOT_FOUND", f": {error}") from None
+        except (ValueError, KeyError) as error:
+            if (unknown := _UNKNOWN_RESULT.fullmatch(str(error))) is None:
+                raise
+            raise CudaFailure(name, self._result_name(int(unknown[1]))) from None
         if result != self._bindings.CUresult.CUDA_SUCCESS:
             raise CudaFailure(name, result.name)
         return values[0] if len(values) == 1 else (tuple(values) or None)
@@ -222,7 +229,14 @@ class Driver:
 
     def _check(self, call: str, result: int, detail: str = "") -> None:
         if result:
-            raise CudaFailure(call, self._bindings.CUresult(result).name, detail)
+            raise CudaFailure(call, self._result_name(result), detail)
+
+    def _result_name(self, result: int) -> str:
+        """By its number, where the driver is newer than the bindings and gives what they do not know."""
+        try:
+            return str(self._bindings.CUresult(result).name)
+        except ValueError:
+            return f"CUDA_ERROR_{result}"
 
     def _function(self, name: str, version: int, arguments: tuple[Any, ...]) -> Callable[..., int]:
         """A function of the driver itself. While it runs, other threads of the interpreter go on."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
+from enum import IntEnum
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from kvcached_client.cuda import device as cuda_device
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from tests.cuda.conftest import RunProgram
@@ -49,6 +54,48 @@ def test_device_that_several_processes_may_not_use(run_program: RunProgram) -> N
         "cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE "
         "(set the compute mode that lets several processes use the device: nvidia-smi -c DEFAULT)"
     )
+
+
+def driver_of(**calls: object) -> Driver:
+    """A driver whose bindings have these calls alone, and know one result beside success."""
+    driver = object.__new__(Driver)
+    driver._bindings = SimpleNamespace(CUresult=IntEnum("CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_A": 1}), **calls)
+    return driver
+
+
+def test_result_that_the_bindings_do_not_know_is_a_refusal() -> None:
+    """A driver that is newer than the bindings gives results without a name: the error has their number."""
+
+    def unknown(error: Exception) -> Callable[[], object]:
+        def call() -> object:
+            raise error
+
+        return call
+
+    driver = driver_of(
+        told=unknown(ValueError("742 is not a valid CUresult")), brief=unknown(KeyError(742)),
+        bug=unknown(ValueError("no argument")),
+    )  # fmt: skip
+    for name in ("told", "brief"):
+        with pytest.raises(CudaFailure, match=f"^{name}: CUDA_ERROR_742$"):
+            driver.call(name)
+    with pytest.raises(ValueError, match="no argument"):
+        driver.call("bug")
+    for result, shown in ((1, "CUDA_ERROR_A"), (742, "CUDA_ERROR_742")):
+        with pytest.raises(CudaFailure, match=f"^copies: {shown}$"):
+            driver._check("copies", result)
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_instance_of_a_device_has_its_own_uuid(*, has_both: bool) -> None:
+    """Of two calls the one is made that knows instances; bindings that have one call know them by that one."""
+    instance, whole = (SimpleNamespace(bytes=bytes([each]) * 16) for each in (1, 2))
+    calls = {"cuDeviceGet": lambda number: (0, number)}
+    calls["cuDeviceGetUuid"] = lambda _: (0, whole if has_both else instance)
+    if has_both:
+        calls["cuDeviceGetUuid_v2"] = lambda _: (0, instance)
+    with mock.patch.object(cuda_device, "Driver", return_value=driver_of(**calls)):
+        assert cuda_device.uuid_of(0) == f"GPU-{uuid.UUID(bytes=instance.bytes)}"
 
 
 @pytest.mark.parametrize("result", ["INVALID_VALUE", "NOT_SUPPORTED", "NOT_PERMITTED"])
