@@ -43,8 +43,8 @@ _log: Final = logging.getLogger(__name__)
 
 #: What an engine's process gets, and the descriptors that go with it.
 Claimed: TypeAlias = tuple[ClaimedPool, tuple[int, ...]]
-#: Makes memory of the CUDA device with a UUID; returns its descriptor. Raises `NotEnoughMemory` where another try may
-#: do better when the device has more room, and `DeviceError` where it cannot.
+#: Makes memory of the CUDA device with a UUID; returns its descriptor. Raises `NotEnoughMemory` where the device has
+#: too little room, and `DeviceError` where more room would not help.
 MakeOnDevice: TypeAlias = Callable[[str, int], Awaitable[int]]
 
 
@@ -367,7 +367,9 @@ def _refused(error: Exception) -> RequestError:
     return request_error(
         ErrorCode.LIMIT,
         f"no memory of the CUDA device: {error}",
-        "leave the device room beside what vLLM and other programs have there; the daemon's log says more",
+        "leave the device room beside what vLLM and other programs have there; the daemon's log says more"
+        if isinstance(error, NotEnoughMemory)
+        else "correct what is named, then start the engine again",
     )
 
 

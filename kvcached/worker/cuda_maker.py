@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from kvcached.memory.available import NotEnoughMemory
 from kvcached.process.readable import readable
 from kvcached.process.seqpacket import receive
-from kvcached.worker.exits import DEVICE_LOST, MISSING
+from kvcached.worker.exits import DEVICE_LOST, MISSING, NO_ROOM
 from kvcached_client.errors import DeviceError
 
 MAKER: Final = "kvcached.worker.make_cuda_memory"
@@ -80,6 +80,7 @@ class NoCudaMemory(DeviceError):
         is_permanent: there is no such device, or no package to reach it by: it will not get better by itself.
         is_lost: the driver lists the device, and it does nothing.
         listed: UUIDs of the devices that the driver listed meanwhile, by number; none if it was not asked.
+        is_of_room: the device has too little memory left.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class NoCudaMemory(DeviceError):
         is_permanent: bool = False,
         is_lost: bool = False,
         listed: tuple[str, ...] = (),
+        is_of_room: bool = False,
     ) -> None:
         super().__init__(f"CUDA device {device}: {reason}; kvcached doctor --cuda says more")
         self.is_permanent = is_permanent
         self.is_lost = is_lost
         self.listed = listed
+        self.is_of_room = is_of_room
 
 
 async def make_cuda_memory(wanted: Sequence[WantedMemory], turns: asyncio.Semaphore | None = None) -> list[MadeMemory]:
@@ -122,14 +125,14 @@ async def make_on_device(turns: asyncio.Semaphore, device: str, size_bytes: int)
         size_bytes: how much.
 
     Raises:
-        NotEnoughMemory: there is not so much now, or the driver refused otherwise.
-        NoCudaMemory: the device is lost, or there is none such.
+        NotEnoughMemory: there is not so much now.
+        NoCudaMemory: nothing was made for another reason, which more room does not change.
         OSError: a process cannot be started.
     """
     try:
         (made,) = await make_cuda_memory([WantedMemory(BY_UUID, size_bytes, device)], turns)
     except NoCudaMemory as error:
-        if error.is_permanent or error.is_lost:
+        if not error.is_of_room:
             raise
         raise NotEnoughMemory(str(error)) from error
     return made.descriptor
@@ -256,7 +259,12 @@ class _Maker:
         lines = os.pread(self._said, _SAID_BYTES_MAX, 0).decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else _ending(status)
         raise NoCudaMemory(
-            self._device, reason, is_permanent=status == MISSING, is_lost=status == DEVICE_LOST, listed=listed
+            self._device,
+            reason,
+            is_permanent=status == MISSING,
+            is_lost=status == DEVICE_LOST,
+            is_of_room=status == NO_ROOM,
+            listed=listed,
         )
 
     def kill(self) -> None:

@@ -12,3 +12,5 @@ DEVICE_LOST: Final = 4
 MEMORY_GONE: Final = 5
 #: Of a worker that was ready: its device has failed at a copy, and does nothing more for this process.
 DEVICE_FAILED: Final = 6
+#: Of a maker: the device has not so much memory left, or none for a context.
+NO_ROOM: Final = 7

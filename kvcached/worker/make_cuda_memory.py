@@ -16,7 +16,7 @@ import sys
 
 from kvcached.process.prctl import PR_SET_PDEATHSIG, prctl
 from kvcached.process.seqpacket import send
-from kvcached.worker.exits import DEVICE_LOST, MISSING, REFUSED
+from kvcached.worker.exits import DEVICE_LOST, MISSING, NO_ROOM, REFUSED
 from kvcached_client.cuda.device import Device, listed
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
 from kvcached_client.errors import DeviceError
@@ -48,19 +48,27 @@ def main(arguments: list[str]) -> int:
 def _status(error: DeviceError) -> int:
     if error.is_lost:
         return DEVICE_LOST
+    if _is_of_room(error):
+        return NO_ROOM
     return MISSING if isinstance(error, CudaMissing) and not error.may_come else REFUSED
+
+
+def _is_of_room(error: DeviceError) -> bool:
+    """Whether it may be otherwise once others have given memory of the device back."""
+    return isinstance(error, CudaFailure) and error.result == "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 def _exported(device: Device, size_bytes: int) -> int:
     try:
         return device.make_memory(size_bytes).export()
     except CudaFailure as error:
-        if error.result != "CUDA_ERROR_OUT_OF_MEMORY":
+        if not _is_of_room(error):
             raise
-        raise DeviceError(
-            f"{error}: {size_bytes} bytes, and {device.free_bytes()} are free (end what uses the device, or configure "
+        detail = (
+            f": {size_bytes} bytes, and {device.free_bytes()} are free (end what uses the device, or configure "
             "fewer slots)"
-        ) from None
+        )
+        raise CudaFailure(error.call, error.result, detail) from None
 
 
 if __name__ == "__main__":
