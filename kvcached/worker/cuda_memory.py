@@ -60,6 +60,10 @@ class CudaMemory:
         """Make the device current to the calling thread."""
         self._device.use()
 
+    def works(self) -> bool:
+        """See `PoolMemory.works`."""
+        return self._device.works()
+
     def move(self, batch: Batch) -> None:
         """See `PoolMemory.move`."""
         self.copier.move(batch)

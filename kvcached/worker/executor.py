@@ -1,4 +1,8 @@
-"""When a worker carries out what: stores and loads in a lane each, reported as each is over."""
+"""When a worker carries out what: stores and loads in a lane each, reported as each is over.
+
+What the failure of the device has ended is not reported: it fails with the worker. Else the daemon would give further
+requests to a worker that is about to end, and take their failures for their own.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,7 @@ class Lane:
 
 
 class Executor:
-    """Runs requests off the caller's thread and reports each as done exactly once, failed ones included.
+    """Runs requests off the caller's thread and reports each as done exactly once while it lives, failed ones included.
 
     Stores have a lane, and loads and probes another one: a load does not wait for a store, and both directions are
     copied at once. (The daemon orders a load of what a store writes when that store is over.) Stores that somebody
@@ -81,12 +85,14 @@ class Executor:
     urgent takes its place by its own number. `Shutdown` comes last.
 
     The threads end after a `Shutdown`, when a report cannot be sent, or when the device has failed: then only another
-    process can use it, and what the other lane is at is over with this one.
+    process can use it, and what the other lane is at is over with this one. Where the device has refused one request,
+    and works, that request alone has failed.
 
     Args:
         carry_out: called in the thread of a lane; returns the corrupt blocks of a load.
         report: likewise, or by the last of the threads for a `Shutdown`. An error that it raises ends the executor.
         ended: called once, in one of the threads, when no further request will be carried out.
+        device_works: called in the thread of a lane after the device has refused something.
 
     Attributes:
         device_error: by which the device has failed; None while it works.
@@ -97,10 +103,12 @@ class Executor:
         carry_out: Callable[[Task], tuple[int, ...]],
         report: Callable[[Done], None],
         ended: Callable[[], None],
+        device_works: Callable[[], bool],
     ) -> None:
         self._carry_out = carry_out
         self._report = report
         self._ended = ended
+        self._device_works = device_works
         self.device_error: DeviceError | None = None
         self._changed = threading.Condition()
         # Guarded by the condition. In the lanes wait at most REQUESTS_IN_FLIGHT_MAX.
@@ -147,9 +155,10 @@ class Executor:
             while (request := self._next(lane)) is not None:
                 done = self._outcome(request)
                 failpoint("worker.ack")
-                self._report(done)
                 if self.device_error is not None:
                     self._end()
+                    break
+                self._report(done)
         except OSError as error:
             _log.error("cannot report: %s", error)
             self._end()
@@ -173,7 +182,7 @@ class Executor:
                 corrupt = self._carry_out(request.work)
         except Exception as error:  # noqa: BLE001  whatever went wrong, the daemon waits for an answer
             _log.exception("request %d failed", request.sequence)
-            if isinstance(error, DeviceError):
+            if isinstance(error, DeviceError) and not self._device_works():
                 self.device_error = self.device_error or error
             return failed(request, error)
         return Done(sequence=request.sequence, corrupt=corrupt)

@@ -59,7 +59,7 @@ class Serving:
         self._shard = shard
         self._connection = connection
         self._sequence = 0
-        self._executor = Executor(shard.carry_out, self._report, self._hang_up)
+        self._executor = Executor(shard.carry_out, self._report, self._hang_up, shard.device_works)
 
     def run(self) -> Ending:
         """Serve until nothing more is to be done; returns why."""

@@ -36,6 +36,9 @@ class PoolMemory(Protocol):
     def use(self) -> None:
         """Prepare the calling thread for copies."""
 
+    def works(self) -> bool:
+        """Whether the device does anything for this process yet. Never waits."""
+
     def move(self, batch: Batch) -> None:
         """Copy pieces within the pool, or between the pool and this process's memory; returns when they are copied."""
 
@@ -53,6 +56,10 @@ class CpuMemory:
 
     def use(self) -> None:
         """Do nothing: every thread can copy CPU memory."""
+
+    def works(self) -> bool:
+        """See `PoolMemory.works`."""
+        return True
 
     def move(self, batch: Batch) -> None:
         """See `PoolMemory.move`."""

@@ -83,7 +83,7 @@ class Shard:
         Raises:
             ValueError, BadRequest: it names what this worker does not have.
             CorruptCopy: a probe read back other bytes than it wrote.
-            DeviceError: the device does nothing more for this process.
+            DeviceError: the device refused it; nothing of it is under way any more. See `device_works`.
         """
         self._memory.use()
         match task:
@@ -96,6 +96,10 @@ class Shard:
                     self.progress.fail(task.progress, task.transfer)
                 return self._host_transfers().load(task)
         return ()
+
+    def device_works(self) -> bool:
+        """See `PoolMemory.works`."""
+        return self._memory.works()
 
     def _host_transfers(self) -> WorkerTransfers:
         if self._transfers is None:

@@ -326,7 +326,7 @@ def both_directions() -> list[Any]:
         gate.wait_value(flag, 1)
         with closing(gate.record()) as opened:
             made.copier._to_host.wait(opened)
-            executor = Executor(carry_out, reported.put, lambda: None)
+            executor = Executor(carry_out, reported.put, lambda: None, made.device.works)
             executor.start()
             executor.submit(Request(sequence=1, work=Store(transfer=2, epoch=1, generation=0, spans=(), urgent=False)))
             executor.submit(

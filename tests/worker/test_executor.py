@@ -37,13 +37,19 @@ def nothing(task: Task) -> tuple[int, ...]:
 class Running:
     """An executor whose reports can be awaited, and that holds back the first request of each lane until it is let."""
 
-    def __init__(self, carry_out: Callable[[Task], tuple[int, ...]] = nothing, *, held: bool = False) -> None:
+    def __init__(
+        self,
+        carry_out: Callable[[Task], tuple[int, ...]] = nothing,
+        *,
+        held: bool = False,
+        device_works: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.acks: queue.Queue[Done] = queue.Queue()
         self.ended = threading.Event()
         self.entered = threading.Semaphore(0)
         self.gate = threading.Event()
         self._carry_out = carry_out
-        self.stream = Executor(self._gated, self.acks.put, self.ended.set)
+        self.stream = Executor(self._gated, self.acks.put, self.ended.set, device_works)
         self.stream.start()
         if held:
             for first in HELD:
@@ -215,7 +221,7 @@ def test_executor_ends_when_a_report_fails(work: Work, error: type[Exception]) -
     def broken(ack: Done) -> None:
         raise error
 
-    stream = Executor(nothing, broken, ended.set)
+    stream = Executor(nothing, broken, ended.set, lambda: True)
     stream.start()
     stream.submit(Request(sequence=1, work=work))
 
@@ -242,9 +248,9 @@ def _fail() -> tuple[int, ...]:
 
 
 def test_executor_ends_when_its_device_has_failed() -> None:
-    """A request that the device's failure ended is reported, and nothing is begun after it: the worker ends.
+    """A request that the device's failure ended is not reported, and nothing is begun after it: the worker ends.
 
-    It does not wait for what the other lane is at.
+    It does not wait for what the other lane is at, nor is that reported: the daemon must not think that it lives.
     """
     gate = threading.Event()
 
@@ -254,18 +260,31 @@ def test_executor_ends_when_its_device_has_failed() -> None:
             return ()
         raise DeviceError("CUDA_ERROR_LAUNCH_FAILED")
 
-    running = Running(carry_out, held=True)
+    running = Running(carry_out, held=True, device_works=lambda: False)
     running.submit(1, PROBE)
     running.submit(2, STORE)
     running.gate.set()
 
     assert running.ended.wait(PATIENCE_S)
-    assert running.acks.get_nowait() == Done(sequence=0, error="DeviceError: CUDA_ERROR_LAUNCH_FAILED")
-    assert running.acks.empty()
     gate.set()
-    assert running.acks.get(timeout=PATIENCE_S) == Done(sequence=0)
     assert str(running.stream.device_error) == "CUDA_ERROR_LAUNCH_FAILED"
     for thread in threading.enumerate():
         if thread.name == "stores":
             thread.join(PATIENCE_S)
     assert running.acks.empty()
+
+
+def test_request_that_a_working_device_refuses_fails_alone() -> None:
+    """It is reported with what the device said, and the next one is carried out."""
+
+    def carry_out(task: Task) -> tuple[int, ...]:
+        if isinstance(task, Store):
+            raise DeviceError("cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE, copy 3 of 12")
+        return ()
+
+    running = Running(carry_out)
+    running.submit(1, STORE)
+    assert running.acks.get(timeout=PATIENCE_S).error.endswith("CUDA_ERROR_INVALID_VALUE, copy 3 of 12")
+    running.submit(2, PROBE)
+    assert running.shut_down(3) == [Done(sequence=2), Done(sequence=3)]
+    assert running.stream.device_error is None
