@@ -127,10 +127,9 @@ class HealthRequests:
 
     def _degraded(self) -> list[HealthPart]:
         """A failed part for each replica whose workers die again and again, even if they run at the moment."""
+        words = "degraded: its workers have died again and again; see the daemon's log"
         return [
-            _part(
-                replica, "restarts", "degraded: its workers have died again and again; see the daemon's log", ok=False
-            )
+            _part(replica, "restarts", f"{words}. The last loss: {replica.last_loss}", ok=False)
             for replica in self._replicas.values()
             if replica.workers.is_degraded and self._cache.pools[replica.name].state is PoolState.AWAKE
         ]

@@ -51,6 +51,10 @@ class Workers(Protocol):
         """Whether the workers die again and again, so that they are restarted rarely or are on probation."""
 
     @property
+    def last_loss(self) -> str:
+        """How the last workers were lost, in a line; empty if none were."""
+
+    @property
     def restarts(self) -> int:
         """How often the workers were restarted since the daemon's start."""
 
@@ -173,6 +177,11 @@ class Replica:
     def is_degraded(self) -> bool:
         """Whether its workers die again and again, or could not be started."""
         return self.workers.is_degraded or bool(self.trouble)
+
+    @property
+    def last_loss(self) -> str:
+        """How its last workers were lost, while they die again and again."""
+        return self.workers.last_loss if self.workers.is_degraded else ""
 
     @property
     def trouble(self) -> str:

@@ -206,7 +206,7 @@ def _pool_stats(cache: Cache, pool: DevicePool, replica: Replica) -> wire.PoolSt
         paused=pool.paused,
         pinned=cache.pins.blocks(cache.tree_of(pool.name), pool),
         registered=replica.workers.registered,
-        trouble=replica.trouble,
+        trouble=replica.trouble or replica.last_loss,
     )
 
 

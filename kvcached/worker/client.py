@@ -24,7 +24,7 @@ from kvcached.process.in_flight import InFlight
 from kvcached.service.replica import Settled
 from kvcached.worker.exits import DEVICE_LOST, MEMORY_GONE
 from kvcached.worker.group import ReplicaPool, WorkerGroup
-from kvcached.worker.lifecycle import FailedStarts, Lifecycle, WorkersState, breaker, restart_pauses
+from kvcached.worker.lifecycle import FailedStarts, Lifecycle, WorkersState, breaker, in_a_line, restart_pauses
 from kvcached.worker.messages import (
     MESSAGE_SIZE_BYTES_MAX,
     REQUESTS_IN_FLIGHT_MAX,
@@ -72,6 +72,7 @@ class WorkerPool:
         generation: of the replica's namespace, for requests from now on.
         restarts: lost groups that were replaced, since the daemon's start.
         failed_starts: those since workers ran last.
+        last_loss: how the last group that ran was lost; empty if none was.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class WorkerPool:
         self.generation = generation
         self.restarts = 0
         self.failed_starts = FailedStarts()
+        self.last_loss = ""
         self._pool = pool
         self._run_dir = run_dir
         self._on_lost = on_lost
@@ -338,6 +340,7 @@ class WorkerPool:
             if handle is not None:
                 handle.cancel()  # lost again before anybody was told, or before it was trusted
         self._lifecycle.go(WorkersState.LOST)
+        self.last_loss = in_a_line(reason)
         self._lost_s = self._loop.time()
         lived_s = self._lost_s - self._started_s
         self._back_off.lived(lived_s)

@@ -83,15 +83,22 @@ class FailedStarts:
             is_memory_gone: the device works, and has not known the memory.
         """
         message, fix = (error.message, f" ({error.fix})") if isinstance(error, RequestError) else (str(error), "")
-        lines = message.splitlines() or [type(error).__name__]
-        # What a worker says last before it ends by itself; one that was killed, or is late, has said other things.
-        self.why = lines[-1].partition(" ERROR ")[2] or lines[0].removesuffix(" ends:") + fix
+        self.why = in_a_line(message or type(error).__name__, fix)
         self._gone = self._gone + 1 if is_memory_gone else 0
         return self._gone == GONE_AFTER
 
     def end(self) -> None:
         """Workers run."""
         self.why, self._gone = "", 0
+
+
+def in_a_line(ending: str, fix: str = "") -> str:
+    """How a worker ended, with the end of its log, in one line.
+
+    It is what a worker says last before it ends by itself; one that was killed, or is late, has said other things.
+    """
+    lines = ending.splitlines()
+    return lines[-1].partition(" ERROR ")[2] or lines[0].removesuffix(" ends:") + fix
 
 
 class Lifecycle:

@@ -129,7 +129,9 @@ class PoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     paused: bool  #: no copies are started
     pinned: int  #: blocks that pins keep here
     registered: tuple[HostRegistration, ...]  #: of shards on CUDA devices, with a host pool
-    trouble: str = ""  #: why it has no memory or no workers; both are tried again until they are there
+    #: why it has no memory or no workers, which are tried again until they are there; or how its workers, which die
+    #: repeatedly, were lost last
+    trouble: str = ""
 
 
 class EnginePoolStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

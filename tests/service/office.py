@@ -68,6 +68,7 @@ class FakeWorkers:
     answers: bool = True
     generation: int = 0
     is_degraded: bool = False
+    last_loss: str = ""
     restarts: int = 0
     registered: tuple[wire.HostRegistration, ...] = ()
     pending: list[asyncio.Future[None]] = field(default_factory=list)

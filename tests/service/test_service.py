@@ -465,20 +465,30 @@ def test_health_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch)
 def test_health_tells_of_workers_that_die_again_and_again() -> None:
     """A degraded replica is ill, though its workers answer just now, and is so named."""
     office = Office("a", "b")
-    office.workers["b"].is_degraded = True
+    office.workers["b"].is_degraded, office.workers["b"].last_loss = True, "ECC"
     report = health(office)
     assert not report.ok
-    assert [part.part for part in report.parts if not part.ok] == ["b/restarts"]
+    assert [(part.part, part.detail) for part in report.parts if not part.ok] == [
+        (
+            "b/restarts",
+            "degraded: its workers have died again and again; see the daemon's log. The last loss: ECC",
+        )
+    ]
     office.workers["b"].is_degraded = False
     assert health(office).ok
 
 
 def test_stats_tell_of_restarted_workers() -> None:
-    """Stats say of each replica how often its workers were replaced, and whether that is too often."""
+    """Stats say of each replica how often its workers were replaced, and of what they die if that is too often."""
     office = Office("a", "b")
+    for name in ("a", "b"):
+        office.workers[name].last_loss = "ECC"
     office.workers["b"].restarts, office.workers["b"].is_degraded = 5, True
     pools = office.expect(wire.StatsReport, wire.Stats(id=77), peer=b"cli").pools
-    assert [(pool.replica, pool.restarts, pool.degraded) for pool in pools] == [("a", 0, False), ("b", 5, True)]
+    assert [(pool.replica, pool.restarts, pool.degraded, pool.healthy, pool.trouble) for pool in pools] == [
+        ("a", 0, False, True, ""),
+        ("b", 5, True, True, "ECC"),
+    ]
 
 
 def test_health_and_stats_tell_what_devices_reach() -> None:

@@ -98,6 +98,7 @@ class SimulatedWorkers:
         self._retired: Callable[[], None] | None = None
         self.generation = generation
         self.is_degraded = False
+        self.last_loss = ""
         self.restarts = 0
         self.registered = ()
         self.is_kept = bool(memories)

@@ -214,6 +214,7 @@ def test_crash_loop_degrades_a_replica_until_its_workers_live(run_dir: str, monk
                     os.kill(workers.pid(SHARD_0), signal.SIGKILL)
                     await story.until(2 * lives)
                 assert (workers.state, workers.is_degraded) == (WorkersState.PROBATION, True)
+                assert workers.last_loss.startswith("worker default/0 was ended by SIGKILL; its log ")
                 await workers.submit(PROBE)
                 await states.until(2 + 4 * 5 + 1)
             assert (workers.state, workers.is_degraded, workers.restarts) == (WorkersState.RUNNING, False, 5)
