@@ -124,7 +124,9 @@ class Managed:
     def settle(self) -> None:
         """Start the copies that nobody waits for: what is stored, and what makes room."""
         for tree, pool in self._stored:
-            if pool.state is PoolState.AWAKE and (pool.unstored or pool.demand or pool.free < pool.watermark):
+            if pool.state is PoolState.AWAKE and (
+                pool.unstored or pool.doubtful or pool.demand or pool.free < pool.watermark
+            ):
                 self._worker_copies.stores.settle(tree, pool)
 
     def session_at(self, session_id: SessionId, epoch: int) -> ManagedSession:

@@ -109,6 +109,7 @@ class Sleeps:
         """Nothing uses a pool's memory any more, which is given back now; or making it anew has failed."""
         pool = self._pools[replica]
         pool.enter(PoolState.ASLEEP)
+        pool.doubts.forget()
         self.version += 1
 
     def wake(self, replica: str) -> None:

@@ -69,11 +69,12 @@ TOTALS: Final = (
     _plain("corrupt_blocks", "corrupt_blocks", "Copies in the host pool that differed from what was stored."),
     Total(
         "kvcached_store_blocks",
-        "Blocks for the host pool: copied (stored), copy failed (failed), no room there (refused), or not selected by"
-        " the write policy (declined).",
+        "Blocks for the host pool: copied (stored), copy failed (failed), copy failed again and again for this block"
+        " alone (given_up), no room there (refused), or not selected by the write policy (declined).",
         {
             "stored_blocks": ("stored",),
             "store_failed_blocks": ("failed",),
+            "store_given_up_blocks": ("given_up",),
             "store_refused_blocks": ("refused",),
             "store_declined_blocks": ("declined",),
         },

@@ -189,7 +189,12 @@ def test_store_that_fails_after_its_pool_was_lost_takes_its_loads_along(new_tier
         engine.store(text)
         workers.started()
     first, second, third = workers.under_way.values()
-    workers.answer(first, "failed")  # [0, 2) is a hole now, [2, 4) and [4, 6) are being stored
+    workers.answer(first)
+    wrong = other.acquire("ab")
+    (load,) = loads(workers.take())
+    workers.answer(load, corrupt=(0, 1))  # [0, 2) is a hole now, [2, 4) and [4, 6) are being stored
+    other.release(wrong)
+    cache.pools["a"].unstored.clear()  # what would store [0, 2) by itself
     engine.store("abcdefgh")
     (last,) = workers.started()
     assert spans(last) == [(0, 2), (6, 2)]

@@ -144,3 +144,23 @@ def test_calls_for_memory_may_give_an_earlier_failure(start_driver: StartDriver)
         driver.call("cuCtxSetCurrent", None)
         driver.call("cuMemRelease", driver.create())
     assert results == {"CUDA_SUCCESS", "CUDA_ERROR_LAUNCH_FAILED"}
+
+
+def test_byte_that_cannot_be_read_is_of_the_memory(start_driver: StartDriver) -> None:
+    """Copies out of it fail, and every later call of their context; so do those of the next process that maps it.
+
+    Copies of its neighbours and of other memory do not.
+    """
+    first = start_driver(bad_memory=1, bad_offset=100)
+    bad, other = first.create(), first.create()
+    exported = first.export(bad)
+    second = start_driver(bad_memory=1, bad_offset=100)
+    places = (first, first.map(other), first.map(bad)), (second, 0, second.map(second.import_(exported)))
+    for driver, good, address in places:
+        stream, host = driver.stream(), driver.host()
+        for source in (address, address + 101, *([good + 50] if good else [])):
+            driver.call("cuMemcpyDtoHAsync_v2", host, source, 100, stream)
+            driver.call("cuStreamSynchronize", stream)
+        driver.call("cuMemcpyDtoHAsync_v2", host, address + 50, 100, stream)
+        for _ in range(2):
+            assert driver.attempt("cuStreamSynchronize", stream) == "CUDA_ERROR_ECC_UNCORRECTABLE"

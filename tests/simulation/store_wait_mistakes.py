@@ -75,6 +75,6 @@ STORE_WAIT_MISTAKES = [
     Mistake("failed store ends no wait", _failed_store_ends_no_wait, (16, 49)),
     Mistake("hoped for blocks are told", _hoped_for_is_told, (0, 3)),
     Mistake("clear ends no wait", _clear_ends_no_wait, (51, 127)),
-    Mistake("wait ends with storage only", _wait_ends_with_storage, (3, 37)),
+    Mistake("wait ends with storage only", _wait_ends_with_storage, (35, 40)),
     Mistake("any store is waited for", _any_store_is_waited_for, (3, 24)),
 ]

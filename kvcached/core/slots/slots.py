@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvcached.core.index.run import Run
 from kvcached.core.messages import BlocksCached, BlocksUncached, HeaderChange
 from kvcached.core.slots.announced import Announced
+from kvcached.core.slots.doubts import Doubts
 from kvcached.core.slots.ranges import FreeRanges, Ranges, cut, join, one_range, pairs, slot_count
 from kvcached.core.slots.states import POOL_TRANSITIONS, SLOT_TRANSITIONS, PoolState, SlotState, follow
 
@@ -251,6 +252,8 @@ class DevicePool(SlotPool):
         stores_paused: a store failed or was refused: demotion starts no further one before the next tick.
         demand: slots that somebody waits for while blocks are written back; 0 where nobody does.
         failed_stores: paths whose store failed, tried once more at the next tick.
+        doubts: slots out of which stores have failed.
+        doubtful: paths whose store must be the only one of the pool, and waits for that; as `unstored`.
         unstored: ends of committed paths that the host pool is to get, oldest first, as (run, depth).
         header_changes: what is to be written beside the slots: told of every slot that leaves CACHED.
     """
@@ -259,6 +262,8 @@ class DevicePool(SlotPool):
         "block_size",
         "clearing",
         "demand",
+        "doubtful",
+        "doubts",
         "epoch",
         "failed_stores",
         "frozen",
@@ -308,6 +313,8 @@ class DevicePool(SlotPool):
         self.frozen = False
         self.stores_paused = False
         self.failed_stores: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)
+        self.doubts = Doubts()
+        self.doubtful: deque[tuple[Run, int]] = deque(maxlen=FAILED_STORES_MAX)
         self.unstored: deque[tuple[Run, int]] = deque(maxlen=UNSTORED_MAX)
 
     @property
@@ -392,6 +399,7 @@ class DevicePool(SlotPool):
         """Nothing that it has waits any more to be copied to the host pool."""
         self.unstored.clear()
         self.failed_stores.clear()
+        self.doubtful.clear()
 
     def note_unstored(self, run: Run, depth: int) -> int:
         """The host pool is to get the path ``[0, depth)``. Returns how many older paths were forgotten for it."""

@@ -4,7 +4,8 @@ Which of these, the namespace's write policy says. Under write-back nothing leav
 whoever needs its slots waits for that, unless no copy can be made.
 
 A store is planned when it can start: blocks that are still there and still lack a host copy. From then on they are in
-the host index, so a load may count on it and depend on it. Where it fails they are taken out again.
+the host index, so a load may count on it and depend on it. Where it fails they are taken out again, and copied again
+alone; see `kvcached.core.slots.doubts`. What is given up, and all behind it, stays on the device alone.
 """
 
 from __future__ import annotations
@@ -53,12 +54,21 @@ class Stores:
         """Start stores of what was committed or hit, as many as may be under way."""
         if tree.write_policy is WritePolicy.NEVER:
             pool.unstored.clear()  # of before the policy was set, or a failed copy that was to be made again
-        if not pool.unstored:
-            return
-        room = STORES_MAX - len(self._table.of_pool(pool, TransferKind.STORE))
+            pool.doubtful.clear()
+        room = self._room(pool) if pool.unstored else 0
         while room > 0 and pool.unstored:
             run, depth = pool.unstored.popleft()
             room -= self.store(tree, pool, run, depth)
+            if pool.doubts:
+                room = self._room(pool)
+        while pool.doubtful and not self._table.of_pool(pool, TransferKind.STORE):
+            run, depth = pool.doubtful.popleft()
+            self.store(tree, pool, run, depth)
+
+    def _room(self, pool: DevicePool) -> int:
+        """How many stores may be started: none beside one whose failure is to tell of its own blocks alone."""
+        under_way = self._table.of_pool(pool, TransferKind.STORE)
+        return 0 if any(pool.doubts.has_any(store.device) for store in under_way) else STORES_MAX - len(under_way)
 
     def note_hit(self, session: ManagedSession, run: Run, depth: int) -> None:
         """A second request has the path ``[0, depth)``: reason enough to copy it where the policy waits for one."""
@@ -83,6 +93,10 @@ class Stores:
             return False
         missing = tree.missing_in_host(run, depth)
         pieces = first_blocks(missing, STORE_BLOCKS_MAX)
+        if pool.doubts:
+            pieces, is_to_wait = self._undoubted(tree, pool, run, pieces, whole=whole)
+            if is_to_wait and not whole:
+                pool.doubtful.append((run, depth))
         if not pieces:
             return False
         if whole and not _has_room(tree, _count(missing), run, depth):
@@ -102,6 +116,18 @@ class Stores:
             return False
         self._start_store(tree, pool, tree.resolve(run, pieces[-1].end), pieces, slots)
         return True
+
+    def _undoubted(
+        self, tree: PrefixTree, pool: DevicePool, run: Run, pieces: list[Piece], *, whole: bool
+    ) -> tuple[list[Piece], bool]:
+        """Which of these blocks one store may have now, and whether it waits for others to end."""
+        device = join([tree.path_slots(run, piece.start, piece.end, pool.index) for piece in pieces])
+        count, is_alone = pool.doubts.next_store(device)
+        if is_alone and count and self._table.of_pool(pool, TransferKind.STORE):
+            return [], True
+        if whole and pool.doubts.gives_up(device):
+            return [], False
+        return first_blocks(pieces, count), False
 
     def _start_store(
         self, tree: PrefixTree, pool: DevicePool, run: Run, pieces: list[Piece], slots: Ranges[int]
@@ -152,7 +178,7 @@ class Stores:
     def empty(self, tree: PrefixTree, pool: DevicePool) -> None:
         """Drop all device copies that the host pool holds, and start to store others. Nobody uses the pool."""
         passed, _ = self._drop_stored(tree, pool, pool.slots)
-        room = STORES_MAX - len(self._table.of_pool(pool, TransferKind.STORE))
+        room = self._room(pool)
         for segment in passed:
             tree.policies[pool.index].add(segment)
             if room > 0 and not pool.stores_paused:
@@ -181,7 +207,7 @@ class Stores:
         Under write-back those are no more than it takes to free `wanted` slots, with what is being stored already.
         """
         under_way = self._table.of_pool(pool, TransferKind.STORE)
-        room = STORES_MAX - len(under_way)
+        room = self._room(pool)
         is_on_need = tree.write_policy is WritePolicy.WRITE_BACK
         wanted -= sum(store.blocks for store in under_way)
         for segment in tails:
@@ -226,8 +252,10 @@ class Stores:
         tree, pool = store.tree, store.pool
         tree.unlock(tree.resolve(store.run, store.end), store.end, pool.index)
         if store.state is TransferState.DONE:
+            pool.doubts.note_stored(store.device)
             self._table.end_store(store, SlotState.CACHED)
             return
+        self._table.counters["store_given_up_blocks"] += pool.doubts.note_failed(store.device)
         pool.pause_stores()
         for holder in tree.pools:  # another replica may have the same blocks
             if _resident_end(tree, holder, store.run, store.end)[1] > store.start:

@@ -48,8 +48,11 @@ static CUresult run_piece(const Batch *batch, const Piece *piece) {
         refuse(CUDA_ERROR_ILLEGAL_ADDRESS,
                "memory of a queued copy from %#zx to %#zx was freed, remapped or unregistered", (size_t)piece->source,
                (size_t)piece->destination);
+    bool reads_device = !batch->is_fill && piece->staged == NULL && piece->from == SIDE_DEVICE;
+    bool is_bad = is_same && reads_device && range_is_bad(piece->source, piece->size);
     pthread_mutex_unlock(&driver_lock);
     if (!is_same) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    if (is_bad) return CUDA_ERROR_ECC_UNCORRECTABLE;
     if (batch->is_fill) return fill_bytes(piece->destination, batch->byte, piece->size);
     return move_bytes(piece->destination, piece->staged == NULL ? piece->source : (uintptr_t)piece->staged,
                       piece->size);

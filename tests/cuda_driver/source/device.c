@@ -176,15 +176,26 @@ int device_reopen(int descriptor, int flags) {
     return opened;
 }
 
-int device_of_descriptor(int descriptor) {
+static bool read_name(int descriptor, int *physical, unsigned long long *count) {
     char path[64], target[700], prefix[600];
-    int physical;
     snprintf(path, sizeof path, "/proc/self/fd/%d", descriptor);
     ssize_t length = readlink(path, target, sizeof target - 1);
-    if (length < 0) return -1;
+    if (length < 0) return false;
     target[length] = '\0';
-    if (strstr(target, " (deleted)") != NULL) return -1; // it was lost with its device
+    if (strstr(target, " (deleted)") != NULL) return false; // it was lost with its device
     device_file_path("memory-", prefix, sizeof prefix);
-    if (strncmp(target, prefix, strlen(prefix)) != 0) return -1;
-    return sscanf(target + strlen(prefix), "%d-", &physical) == 1 ? physical : -1;
+    return strncmp(target, prefix, strlen(prefix)) == 0 &&
+           sscanf(target + strlen(prefix), "%d-%llu", physical, count) == 2;
+}
+
+int device_of_descriptor(int descriptor) {
+    int physical;
+    unsigned long long count;
+    return read_name(descriptor, &physical, &count) ? physical : -1;
+}
+
+uint64_t device_memory_of(int descriptor) {
+    int physical;
+    unsigned long long count;
+    return read_name(descriptor, &physical, &count) ? count : 0;
 }

@@ -112,6 +112,8 @@ static CUresult read_settings(void) {
     settings.version = (int)number("FAKE_CUDA_VERSION", 13000);
     settings.compute_mode = (int)number("FAKE_CUDA_COMPUTE_MODE", COMPUTE_DEFAULT);
     settings.poison = number("FAKE_CUDA_POISON", 1) != 0;
+    settings.bad_memory = number("FAKE_CUDA_BAD_MEMORY", 0);
+    settings.bad_offset = number("FAKE_CUDA_BAD_OFFSET", 0);
     if (length >= (int)sizeof settings.directory || settings.device_count > MAX_DEVICES)
         return refuse(CUDA_ERROR_OPERATING_SYSTEM, "FAKE_CUDA_DIRECTORY is too long, or FAKE_CUDA_DEVICES is above %d",
                       MAX_DEVICES);

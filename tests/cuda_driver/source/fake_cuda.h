@@ -24,6 +24,7 @@ typedef enum {
     CUDA_ERROR_INVALID_DEVICE = 101,
     CUDA_ERROR_INVALID_CONTEXT = 201,
     CUDA_ERROR_MAP_FAILED = 205,
+    CUDA_ERROR_ECC_UNCORRECTABLE = 214,
     CUDA_ERROR_OPERATING_SYSTEM = 304,
     CUDA_ERROR_INVALID_HANDLE = 400,
     CUDA_ERROR_ILLEGAL_STATE = 401,
@@ -80,6 +81,8 @@ typedef struct {
     int version;      // 13000 = CUDA 13.0
     int compute_mode; // of every device
     bool poison;
+    uint64_t bad_memory; // which memory of the devices has a byte that cannot be read; 0 = none
+    uint64_t bad_offset; // of the byte in the memory
 } Settings;
 
 enum { COMPUTE_DEFAULT = 0, COMPUTE_PROHIBITED = 2, COMPUTE_EXCLUSIVE_PROCESS = 3 };
@@ -139,6 +142,8 @@ int device_allocate(int physical, size_t granules);
 int device_reopen(int descriptor, int flags);
 // The device that the memory is of; -1 if it is no memory of these devices.
 int device_of_descriptor(int descriptor);
+// Which memory of the devices it is, counted from 1 in the order in which they were made; 0 if it is none.
+uint64_t device_memory_of(int descriptor);
 uint64_t device_used_granules(int physical);
 // IPC events and handles of cuMemAlloc memory are files of the device's directory with these names.
 bool device_file_path(const char *name, char *path, size_t room);
@@ -174,6 +179,7 @@ typedef struct {
     uint64_t handle; // of REGION_MAPPED
     int descriptor;  // of REGION_ALLOCATED and REGION_IPC
     unsigned opened; // of REGION_IPC
+    uintptr_t bad;   // a byte that cannot be read; 0 = none
 } Region;
 
 typedef struct {
@@ -205,6 +211,7 @@ void reservation_remove(uintptr_t address);
 // Which side a range is on, and the sum of the serials of all that it touches; refuses what no copy may touch.
 CUresult range_check(uintptr_t address, size_t size, bool is_written, const char *which, Side *side, uint64_t *serials);
 uint64_t range_serials(uintptr_t address, size_t size); // the sum alone, without a refusal
+bool range_is_bad(uintptr_t address, size_t size);      // whether it has a byte that cannot be read
 
 // --- allocation.c ---
 

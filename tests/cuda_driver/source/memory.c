@@ -213,12 +213,14 @@ static CUresult map(CUdeviceptr address, size_t size, size_t offset, uint64_t na
         return refuse(CUDA_ERROR_INVALID_VALUE, "the range has memory mapped already");
     void *place = mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, handle->descriptor, 0);
     if (place == MAP_FAILED) return refuse(CUDA_ERROR_OUT_OF_MEMORY, "the process has no room for one more mapping");
+    bool is_bad = settings.bad_memory != 0 && device_memory_of(handle->descriptor) == settings.bad_memory;
     region_add((Region){.address = address,
                         .size = size,
                         .kind = REGION_MAPPED,
                         .physical = handle->physical,
                         .handle = name,
-                        .descriptor = -1});
+                        .descriptor = -1,
+                        .bad = is_bad ? address + settings.bad_offset : 0});
     return CUDA_SUCCESS;
 }
 

@@ -153,3 +153,10 @@ uint64_t range_serials(uintptr_t address, size_t size) {
         serials += region->access == ACCESS_NONE ? 0 : region->serial;
     return serials;
 }
+
+bool range_is_bad(uintptr_t address, size_t size) {
+    for (Region *region = region_at(address); region != NULL && region->address < address + size;
+         region = region_at(region->address + region->size))
+        if (region->bad >= address && region->bad < address + size) return true;
+    return false;
+}
