@@ -11,13 +11,19 @@ import weakref
 from typing import Final
 
 from kvcached_client.cuda.device import Device, own_context
-from kvcached_client.cuda.driver import Driver, Opaque
+from kvcached_client.cuda.driver import CudaFailure, Driver, Opaque
 from kvcached_client.cuda.mapping import unmap_when_idle
 
 #: How often the scratch memory is mapped, at most: it takes so much of the pool's size, and each time takes a call.
 PIECES_MAX: Final = 256
 #: What says nothing about the memory that was to be opened.
-MAY_PASS: Final = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"})
+_MAY_PASS: Final = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"})
+#: A device that refuses memory so often has lost it; one refusal may pass. Workers of the daemon try as often.
+_TRIES: Final = 3
+
+
+class MemoryUnknown(CudaFailure):
+    """The device makes and maps memory, and does not know the memory that was kept."""
 
 
 class EnginePoolMemory:
@@ -34,6 +40,7 @@ class EnginePoolMemory:
 
         Raises:
             CudaMissing: this process has no driver, or does not see the device.
+            MemoryUnknown: the device works, and does not know the memory.
             CudaFailure: the driver refused one of the steps.
         """
         driver = Driver()
@@ -45,8 +52,8 @@ class EnginePoolMemory:
                 owner.close()
                 raise
             try:
+                place.map_scratch()  # first: it shows that the device works
                 place.take(descriptor)
-                place.map_scratch()
             except BaseException:
                 place.close()
                 owner.close()
@@ -89,7 +96,16 @@ class _Place:
         self.address = int(self._driver.call("cuMemAddressReserve", self._reserved_bytes, 0, 0, 0))
 
     def take(self, descriptor: int) -> None:
-        self._memory = self._device.import_handle(descriptor)
+        for last in (False,) * (_TRIES - 1) + (True,):
+            try:
+                self._memory = self._device.import_handle(descriptor)
+            except CudaFailure as error:
+                if error.is_lost or error.result in _MAY_PASS:
+                    raise
+                if last:
+                    raise MemoryUnknown(error.call, error.result) from None
+            else:
+                return
 
     def map_scratch(self) -> None:
         scratch = self._device.make_handle(self._piece_bytes)

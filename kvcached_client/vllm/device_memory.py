@@ -192,16 +192,13 @@ class RankMemory:
 
     def _take_on_device(self, found: PoolDescriptors) -> CudaArray | None:
         """Memory on a CUDA device, locked, and not mapped yet; as `_take`."""
-        from kvcached_client.cuda.driver import CudaFailure  # noqa: PLC0415 - only memory on a device needs the driver
-        from kvcached_client.cuda.engine_pool import MAY_PASS  # noqa: PLC0415 - as above
+        from kvcached_client.cuda.engine_pool import MemoryUnknown  # noqa: PLC0415 - only memory on a device needs it
 
         try:
             if not _lock(found.table, self._question.rank):
                 return None
             return self._use(found)
-        except CudaFailure as error:
-            if error.is_lost or error.result in MAY_PASS:
-                raise
+        except MemoryUnknown as error:
             log.warning("kvcached: the device does not know the memory that the daemon has kept: %s", error)
         finally:
             _close(found)

@@ -13,6 +13,7 @@ import pytest
 from kvcached_client.cuda import device as cuda_device
 from kvcached_client.cuda.device import Device
 from kvcached_client.cuda.driver import CudaFailure, CudaMissing, Driver
+from kvcached_client.cuda.engine_pool import MemoryUnknown, _Place
 from tests.cuda.conftest import RunProgram
 from tests.cuda_driver.trace import broken_rules
 
@@ -134,3 +135,26 @@ def test_stream_values(run_program: RunProgram) -> None:
 
     assert done.said == 7
     assert broken_rules(done.records) == []
+
+
+@pytest.mark.parametrize(
+    ("results", "outcome"),
+    [
+        (["INVALID_VALUE"] * 2, None),
+        (["INVALID_VALUE"] * 3, MemoryUnknown),
+        (["OUT_OF_MEMORY"], CudaFailure),
+        (["UNKNOWN"], CudaFailure),
+    ],
+)
+def test_kept_memory_is_unknown_after_three_refusals(results: list[str], outcome: type[Exception] | None) -> None:
+    """Fewer may pass, and what says nothing about the memory is told as it is: neither costs the blocks in it."""
+    place = object.__new__(_Place)
+    refusals = [CudaFailure("cuMemImportFromShareableHandle", f"CUDA_ERROR_{each}") for each in results]
+    place._device = mock.Mock(import_handle=mock.Mock(side_effect=[*refusals, "memory"]))
+    if outcome is None:
+        place.take(3)
+        assert place._memory == "memory"
+        return
+    with pytest.raises(CudaFailure) as caught:
+        place.take(3)
+    assert type(caught.value) is outcome
