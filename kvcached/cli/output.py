@@ -24,6 +24,12 @@ from kvcached_client.protocol.engine import (
 )
 
 
+def cached_blocks(report: StatsReport) -> str:
+    """How many blocks can be found in device pools and in host memory; many are in both."""
+    in_host = sum(host.states.get("cached", 0) for host in report.hosts)
+    return f"{report.cached_blocks:,} on devices, {in_host:,} in host memory"
+
+
 def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None:
     """Where every slot is, and what happened since the start; of the host pool, how much is free."""
     _print_facts(
@@ -32,7 +38,7 @@ def print_stats(report: StatsReport, offered: OffloadInfo | None = None) -> None
             "state": report.state + (", copies of engines in offload mode paused" if report.offload_paused else ""),
             "up": f"{report.uptime_ms / 1000:.0f} s",
             "sessions": report.sessions,
-            "cached blocks": report.cached_blocks,
+            "cached blocks": cached_blocks(report),
             "runs": report.runs,
         },
     )

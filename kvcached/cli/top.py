@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import click
 
 from kvcached.cli.options import EPILOG, INTERVAL_S, ask, connect, fields_of, json_option, print_json, run_dir_option
+from kvcached.cli.output import cached_blocks
 from kvcached.log import escaped
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ def picture(history: History, failure: str = "") -> RenderableType:
     state = report.state + (", copies of engines in offload mode paused" if report.offload_paused else "")
     head = f"kvcached: {state}, up {_duration(report.uptime_ms / 1000)}, epoch {report.daemon_epoch}"
     parts: list[RenderableType] = [
-        Text(f"{head}, sessions: {report.sessions}, cached blocks: {report.cached_blocks:,}", style="bold"),
+        Text(f"{head}, sessions: {report.sessions}, cached blocks: {cached_blocks(report)}", style="bold"),
         *_trouble_lines(history, failure),
         Text(),
         _hit_table(history),

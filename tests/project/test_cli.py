@@ -191,7 +191,16 @@ def test_cli_prints_a_reply_as_json(command: str, admin: FakeAdmin) -> None:
     [
         ("health", ["ok    default/acquire"]),
         ("check", ["no violations"]),
-        ("stats", ["cached blocks: 3\n", "replica default\n", "session:    1\n", "free:       5\n", "requests: 4\n"]),
+        (
+            "stats",
+            [
+                "cached blocks: 3 on devices, 7 in host memory\n",
+                "replica default\n",
+                "session:    1\n",
+                "free:       5\n",
+                "requests: 4\n",
+            ],
+        ),
         ("stats", ["registered: shard 0: 4096 of 8192 bytes (refused)\n"]),
         ("stats", ["host pool of default, second\n", "absent:       341\n", "running stores: 2\n"]),
         ("stats", ["\nhost pool\n  slabs:          4\n", "  bytes per slab: 1048576\n"]),
