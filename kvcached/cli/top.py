@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import click
 
 from kvcached.cli.options import EPILOG, INTERVAL_S, ask, connect, fields_of, json_option, print_json, run_dir_option
-from kvcached.cli.output import cached_blocks
 from kvcached.log import escaped
 
 if TYPE_CHECKING:
@@ -277,6 +276,8 @@ def picture(history: History, failure: str = "") -> RenderableType:
     """
     from rich.console import Group
     from rich.text import Text
+
+    from kvcached.cli.output import cached_blocks
 
     report = history.latest.report
     state = report.state + (", copies of engines in offload mode paused" if report.offload_paused else "")

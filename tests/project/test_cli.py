@@ -194,7 +194,7 @@ def test_cli_prints_a_reply_as_json(command: str, admin: FakeAdmin) -> None:
         (
             "stats",
             [
-                "cached blocks: 3 on devices, 7 in host memory\n",
+                "cached blocks: 3 on devices, 41 in host memory\n",
                 "replica default\n",
                 "session:    1\n",
                 "free:       5\n",
