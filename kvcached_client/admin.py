@@ -19,6 +19,7 @@ from kvcached_client.protocol.engine import (
     Explain,
     Explained,
     Explanation,
+    ForgetPrefix,
     Health,
     HealthReport,
     Inspect,
@@ -30,6 +31,7 @@ from kvcached_client.protocol.engine import (
     Pin,
     Pinned,
     PolicySet,
+    PrefixForgotten,
     Resume,
     Resumed,
     SetLogLevel,
@@ -248,6 +250,28 @@ class AdminCalls:
     def unpin(self, target: str, keys: bytes) -> bool:
         """End a pin; returns whether there was one. Target and keys are those of `pin`."""
         return self._channel.ask(Unpin(id=self._channel.next_id(), target=target), Unpinned, (keys,))[0].was_pinned
+
+    def forget(self, target: str, keys: bytes, *, from_block: int = 0, deadline_ms: int = 60_000) -> PrefixForgotten:
+        """Remove a prompt's cached blocks, and all blocks that continue them, from memory and storage.
+
+        What leases, copies in flight, pins or prefetches use stays, and is counted: `unpin`, or wait for the requests,
+        and repeat the call. No request notices it.
+
+        Args:
+            target: a replica by its name, for all that share its namespace; or a namespace as in `set_policy`.
+            keys: keys of the prompt's full blocks, 16 bytes each: `KeyChain.keys`.
+            from_block: how many leading blocks stay, with what else continues them: those of a system prompt that
+                other prompts share.
+            deadline_ms: limit of the wait for storage. After it, storage still deletes.
+
+        Raises:
+            RequestError: all blocks are to stay (`bad_value`), or no such target.
+            DaemonFailure: the namespace is being cleared (`clearing`).
+        """
+        request = ForgetPrefix(
+            id=self._channel.next_id(), target=target, from_block=from_block, deadline_ms=deadline_ms
+        )
+        return self._channel.ask(request, PrefixForgotten, (keys,), deadline_ns=self._deadline_ns(deadline_ms))[0]
 
     def set_log_level(self, level: LogLevel) -> LogLevelSet:
         """Have the daemon log messages of this level and above, until its end; the answer has the level of before."""

@@ -52,6 +52,7 @@ class MissReason(StrEnum):
     NO_ROOM = "no_room"  #: every slot was in use when it was to be stored
     WORKER_LOST = "worker_lost"  #: it is in host memory, but the worker that would load it has died
     CLEARED = "cleared"  #: it was stored before the namespace was cleared
+    FORGOTTEN = "forgotten"  #: it was removed on request
     FILLING = "filling"  #: it is being stored right now
     BELOW_THRESHOLD = "below_threshold"  #: it is in host memory, but there are too few blocks for a load
     OVER_QUOTA = "over_quota"  #: it is in host memory, but the quota of loading blocks is used up

@@ -1,4 +1,4 @@
-"""The commands that change what a daemon does: pause, resume, drain, clear, set-*, sleep, wake, storage, pin, unpin."""
+"""The commands that change what a daemon does and keeps: pause, drain, clear, set-*, sleep, storage, pin, forget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvcached_client.types import KEY_SIZE_BYTES, LogLevel, WritePolicy
 if TYPE_CHECKING:
     from kvcached.cli.prompt_keys import Prompt
     from kvcached_client import Admin
-    from kvcached_client.protocol.engine import Pinned
+    from kvcached_client.protocol.engine import Pinned, PrefixForgotten
     from kvcached_client.vllm.keys import VllmHashing
 
 #: For the daemon's answer, on top of what a command lets the daemon wait.
@@ -322,6 +322,57 @@ def unpin(
         print_json({"was_pinned": was_pinned})
     else:
         click.echo("the prompt is no longer pinned" if was_pinned else "the prompt was not pinned")
+
+
+@click.command(epilog=EPILOG)
+@_target_argument
+@prompt_options
+@click.option(
+    "--from-block",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Keep so many leading blocks of the prompt, with what else continues them.",
+)
+@run_dir_option
+@click.option(
+    "--deadline-ms",
+    type=click.IntRange(1, ADMIN_DEADLINE_MS_MAX),
+    default=60_000,
+    show_default=True,
+    help="Longest wait for storage, in milliseconds. The deletion there continues after it.",
+)
+@json_option
+def forget(
+    target: str,
+    from_block: int,
+    run_dir: Path | None,
+    deadline_ms: int,
+    *,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401 - as above
+) -> None:
+    """Remove a prompt's cached blocks and all that continue them, also in storage. Exit code 1 if some are left."""
+    prompt, hashing = read_prompt(options), hashing_of(options)
+
+    def question(admin: Admin) -> PrefixForgotten:
+        keys = _keys(admin, target, prompt, hashing)
+        return admin.forget(target, keys, from_block=from_block, deadline_ms=deadline_ms)
+
+    forgotten = ask(run_dir, _ANSWER_MS, question)
+    if as_json:
+        print_json(fields_of(forgotten))
+    else:
+        click.echo(
+            f"removed: {forgotten.device} copies on devices, {forgotten.host} in host memory,"
+            f" {forgotten.stored} blocks in storage"
+        )
+        if forgotten.in_use:
+            click.echo(f"{forgotten.in_use} blocks are in use: unpin them, or wait for their requests, and repeat this")
+        if forgotten.left_in_storage:
+            click.echo(f"storage may have some still: {forgotten.left_in_storage}")
+    is_left = bool(forgotten.in_use or forgotten.left_in_storage)
+    sys.exit(ExitCode.UNHEALTHY if is_left else ExitCode.OK)
 
 
 def _keys(admin: Admin, target: str, prompt: Prompt | bytes, hashing: VllmHashing | None) -> bytes:

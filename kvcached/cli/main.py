@@ -18,6 +18,7 @@ from kvcached import VERSION, is_core_compiled
 from kvcached.cli.control import (
     clear,
     drain,
+    forget,
     pause,
     pin,
     resume,
@@ -89,6 +90,7 @@ SECTIONS: Final = {
     "Operate": {
         "pin": "Keep the cached blocks of a prompt for a time.",
         "unpin": "End a pin.",
+        "forget": "Remove a prompt and what continues it from the cache.",
         "clear": "Forget all cached blocks of a replica or namespace.",
         "set-weights": "Set the version of the weights, and clear.",
         "set-policy": "Change when blocks are copied to host memory.",
@@ -158,7 +160,7 @@ def main(context: click.Context, endpoint: str | None, server_key: str, key_file
 
 for _command in (
     *(init, check_config, capacity, keys, doctor, serve, supervise, keep, top, explain, what_if, events, pin, unpin),
-    *(clear, set_weights, set_policy, set_log_level, storage, pause, drain, resume, sleep, wake),
+    *(forget, clear, set_weights, set_policy, set_log_level, storage, pause, drain, resume, sleep, wake),
 ):
     main.add_command(_command)
 
@@ -260,6 +262,9 @@ def tree(replica: str, levels: int, children: int, run_dir: Path | None, deadlin
 
     print_tree(nodes)
     click.echo(f"{report.blocks} blocks in {report.runs} runs")
+    if report.blocks:
+        half, most = report.half_depth, report.nine_tenths_depth
+        click.echo(f"depth: {report.deepest} blocks; half of the blocks within {half}, nine tenths within {most}")
 
 
 @main.command(epilog=EPILOG)

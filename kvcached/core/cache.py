@@ -35,6 +35,7 @@ from kvcached.core.namespaces import Namespaces, NamespaceSpec, PoolSpec, Trees
 from kvcached.core.offload import Offload
 from kvcached.core.pins import Pins
 from kvcached.core.refusals import Why
+from kvcached.core.removal import Removals
 from kvcached.core.session import OffloadSession, Sessions
 from kvcached.core.sleep import Sleeps
 from kvcached.core.slots.announced import Announced
@@ -73,6 +74,7 @@ class Cache:
         eviction_log: what left the trees lately.
         generations: of namespaces.
         clearings: namespaces of replicas that are being cleared.
+        removals: removes prefixes that an operator names.
         sleeps: device pools that fall asleep and wake.
         policy_changes: how often a namespace got another write policy.
         storage: the tier below the host pool.
@@ -130,6 +132,7 @@ class Cache:
         self.storage = StorageTier(storage or StorageSpec(), table, generation_of, waiting, locks, lambda: self.trees)
         self.sleeps = Sleeps(sessions, self.worker_copies, self.managed.pools, self.managed.trees)
         self.clearings = Clearings(sessions, self.worker_copies, self.storage, self.managed.expire, locks)
+        self.removals = Removals(namespaces, self.storage.prefetches, self.counters)
 
     def _make_room(self, taker: HostPool) -> bool:
         return self.offload.namespaces.make_room(taker)

@@ -18,6 +18,8 @@ from kvcached_client.blocks.host_layout import HEADER_BYTES
 Words = npt.NDArray[np.uint64]
 
 _WORD: Final = np.dtype("<u8")
+#: The word of a header with the first half of its block's key.
+_KEY_WORD: Final = 6
 
 
 class HeaderTable:
@@ -64,6 +66,15 @@ class HeaderTable:
     def clear_chosen(self, chosen: npt.NDArray[np.bool_]) -> None:
         """As `clear_rows`, of those rows for which `chosen` is true."""
         self._words[chosen, 0] = 0
+
+    def find(self, place: int, count: int, halves: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Which of `count` headers from `place` on have keys that begin with one of these halves."""
+        first = place // HEADER_BYTES
+        return np.flatnonzero(np.isin(self._words[first : first + count, _KEY_WORD], halves))
+
+    def clear_places(self, places: npt.NDArray[np.int64]) -> None:
+        """Zero the first words of some headers: they are no headers any more."""
+        self._words[places // HEADER_BYTES, 0] = 0
 
     def clear(self, place: int, size_bytes: int) -> None:
         """Zero what lies from `place` on, whatever it is; both are multiples of 128."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
@@ -22,6 +22,7 @@ from kvcached.memory.header_table import HeaderTable
 from kvcached.memory.sealed import memory_fault, sealed_memfd
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry, header_area_bytes
 from kvcached_client.blocks.mapping import map_sealed
+from kvcached_client.types import KEY_SIZE_BYTES
 
 _log: Final = logging.getLogger(__name__)
 
@@ -157,11 +158,36 @@ class HostHeaders:
         Raises:
             ValueError: one of the slots does not exist; nothing was touched.
         """
-        if not len(slots):
-            return
-        for end in (int(slots.min()), int(slots.max())):
-            geometry.header_offset(end, 0)
-        slabs, index = np.divmod(slots, geometry.slots_per_slab)
-        places = slabs * geometry.slab_bytes + index * HEADER_BYTES
-        for part in range(geometry.parts):
-            self.table.claim(places + geometry.header_offset(0, part), epoch, session)
+        for places in _places(slots, geometry):
+            self.table.claim(places, epoch, session)
+
+    def find(self, keys: bytes, geometry: HostGeometry, slabs: Iterable[int]) -> npt.NDArray[np.int64]:
+        """The slots of some slabs whose headers name blocks with these keys, whether the slots hold them or not.
+
+        A header with half a key of one of them counts, too. All headers of the slabs are looked at: for what is rare.
+        """
+        halves = np.frombuffer(keys, "<u8")[:: KEY_SIZE_BYTES // 8]
+        per_slab = geometry.slots_per_slab
+        firsts = [slab * per_slab for slab in slabs]
+        found = [first + self.table.find(geometry.header_offset(first, 0), per_slab, halves) for first in firsts]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def forget(self, slots: npt.NDArray[np.int64], geometry: HostGeometry) -> None:
+        """Clear all headers of slots that nobody has: no later daemon finds there what they held."""
+        for places in _places(slots, geometry):
+            self.table.clear_places(places)
+
+
+def _places(slots: npt.NDArray[np.int64], geometry: HostGeometry) -> list[npt.NDArray[np.int64]]:
+    """Where the headers of some slots are in each part of their slabs.
+
+    Raises:
+        ValueError: one of the slots does not exist.
+    """
+    if not len(slots):
+        return []
+    for end in (int(slots.min()), int(slots.max())):
+        geometry.header_offset(end, 0)
+    slabs, index = np.divmod(slots, geometry.slots_per_slab)
+    places = slabs * geometry.slab_bytes + index * HEADER_BYTES
+    return [places + geometry.header_offset(0, part) for part in range(geometry.parts)]

@@ -66,6 +66,7 @@ TOTALS: Final = (
     ),
     _plain("lost_blocks", "dropped_blocks", "Blocks evicted from a device pool that had no other copy in memory."),
     _plain("cleared_blocks", "cleared_blocks", "Blocks removed because their namespace was cleared."),
+    _plain("forgotten_blocks", "forgotten_blocks", "Copies of blocks in memory that `kvcached forget` has removed."),
     _plain("corrupt_blocks", "corrupt_blocks", "Copies in the host pool that differed from what was stored."),
     Total(
         "kvcached_store_blocks",

@@ -80,6 +80,7 @@ ROLES_OF_VERB: Final[Mapping[type[wire.Header], frozenset[Role]]] = {
     wire.ClearNamespace: _OPERATORS,
     wire.SetWeights: _OPERATORS,
     wire.SetPolicy: _OPERATORS,
+    wire.ForgetPrefix: _OPERATORS,
     wire.Sleep: _OPERATORS,
     wire.Wake: _OPERATORS,
     wire.StorageControl: _OPERATORS,

@@ -19,7 +19,7 @@ from kvcached.core.insight.explain import explain
 from kvcached.core.insight.invariants import check
 from kvcached.core.insight.picture import TreePicture, draw
 from kvcached.core.insight.sessions import SessionView, shown_sessions
-from kvcached.core.insight.snapshot import RunView, block_count, find, survey, trees_of
+from kvcached.core.insight.snapshot import RunView, depths_of, find, survey, trees_of
 from kvcached.core.messages import TransferKind
 from kvcached.core.namespaces import Namespace
 from kvcached.core.session import LEASES_PER_SESSION_MAX
@@ -282,11 +282,15 @@ def tree_report(
     """
     views = survey(cache, request.replica, request.levels, request.children, wire.TREE_NODES_MAX)
     trees = trees_of(cache, request.replica)
+    depths = depths_of(trees)
     report = wire.TreeReport(
         id=request.id,
         runs=sum(tree.run_count for tree in trees),
-        blocks=block_count(trees),
+        blocks=depths.blocks,
         shown=len(views),
+        deepest=depths.deepest,
+        half_depth=depths.half,
+        nine_tenths_depth=depths.nine_tenths,
     )
     return report, wire.pack_tree_nodes([_tree_node(cache, view, replicas, shown) for view in views])
 

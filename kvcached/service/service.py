@@ -42,6 +42,7 @@ from kvcached.process.access import Grants
 from kvcached.recovery.engine_pools import Claimed, EnginePools
 from kvcached.recovery.engine_writers import WriterProcess
 from kvcached.service.admin.clears import Clears
+from kvcached.service.admin.removals import PrefixRemovals
 from kvcached.service.admin.verbs import AdminVerbs, Left
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.engine_verbs import EngineVerbs
@@ -110,11 +111,9 @@ class Service:
     ) -> None:
         self._cache = cache
         self._replicas = {replica.name: replica for replica in replicas}
-        self._now_ms = now_ms
-        self._endpoint = endpoint
+        self._now_ms, self._endpoint = now_ms, endpoint
         self.request_times, self.copy_times = RequestTimes(get_args(wire.Request)), CopyTimes()
-        self._groups = EngineGroups(answers_kept_per_session, known_blocks_min)
-        self._drain_state = DrainState()
+        self._groups, self._drain_state = EngineGroups(answers_kept_per_session, known_blocks_min), DrainState()
         self._device_blocks = DeviceBlocks(cache, self._replicas)
         self._pending = PendingReplies(self.refused, later, before_reply=self._device_blocks.write)
         self.waiting = self._pending.by_wait
@@ -145,7 +144,8 @@ class Service:
             own_session=self._offload.own_session, carry_out=self.carry_out, check=self.state_writer.check_clear,
             cleared=self._engine_pools.cleared, in_device_memory=self._engine_pools.namespaces,
         )  # fmt: skip
-        self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self.clears, now_ms)
+        removals = PrefixRemovals(cache, self._replicas, self._pending, self._claims, self.storage.delete)
+        self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self.clears, removals, now_ms)
         self._sleeps = SleepVerbs(
             cache, self._replicas, self._groups, self._pending, now_ms, carry_out=self.carry_out, settle=self._settle
         )

@@ -18,6 +18,7 @@ from msgspec import UNSET, structs
 
 from kvcached.config.tables import StorageLayout
 from kvcached.core.cache import Cache
+from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import (
     BlocksUncached,
     Event,
@@ -28,7 +29,7 @@ from kvcached.core.messages import (
     Ticked,
 )
 from kvcached.core.slots.ranges import Ranges
-from kvcached.core.slots.states import NO_MEMORY
+from kvcached.core.slots.states import NO_MEMORY, SlotState
 from kvcached.process.identity import pid_namespace
 from kvcached.recovery.recorder import Recorder
 from kvcached.recovery.state_file import (
@@ -65,6 +66,12 @@ class Headers(Protocol):
 
     def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
         """A session's processes may be writing these slots."""
+
+    def find(self, keys: bytes, geometry: HostGeometry, slabs: Iterable[int]) -> npt.NDArray[np.int64]:
+        """The slots of some slabs whose headers name blocks with these keys, whether the slots hold them or not."""
+
+    def forget(self, slots: npt.NDArray[np.int64], geometry: HostGeometry) -> None:
+        """Clear the headers of slots that nobody has."""
 
     def try_end(self, slab: int, size_bytes: int) -> str:
         """Write and read the last bytes of a slab, which nobody has: what was wrong, or ""."""
@@ -360,6 +367,18 @@ class HostClaims:
             self._headers.clear_slab(effect.slab, geometry)
         else:
             self._headers.claim(slots_of(effect.slots), geometry, self._cache.epoch, effect.session)
+
+    def forget(self, tree: PrefixTree, keys: bytes) -> None:
+        """Blocks were removed on request: the next daemon must not find them in slots that are free.
+
+        Nor those that were evicted before, whose headers stand there until others need their slots.
+        """
+        if self._headers is None or tree.host is None:
+            return
+        geometry, host = self.geometry(tree.namespace), tree.host
+        found = self._headers.find(keys, geometry, host.slabs)
+        is_free = np.array([host.holds(slot, 1, SlotState.FREE) for slot in found.tolist()], bool)
+        self._headers.forget(found[is_free], geometry)
 
     def geometry(self, namespace: bytes) -> HostGeometry:
         """The host pool as the blocks of a namespace lie in it."""

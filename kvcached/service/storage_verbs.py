@@ -24,8 +24,9 @@ from kvcached.service.pending import WAITING_MAX, Answer, LateVerb, PendingRepli
 from kvcached.service.replica import Replica
 from kvcached.service.sessions import EngineGroups
 from kvcached.storage.backend import Usage
+from kvcached.storage.forgets import delete_blocks
 from kvcached.storage.link_state import LinkState
-from kvcached.storage.messages import BlockFormat, Done
+from kvcached.storage.messages import AskedRequest, BlockFormat, Done
 from kvcached_client.blocks.header import NAMESPACE_BYTES
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
@@ -71,6 +72,9 @@ class Link(Protocol):
 
     def forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
         """Have all blocks forgotten whose keys begin so, when storage works, and again until it has."""
+
+    def ask(self, request: Callable[[int], AskedRequest], tell: Callable[[Done], None]) -> bool:
+        """Send a request that the core has no part in; False if there is no process. `tell` is called at its end."""
 
     def attach(self) -> None:
         """Start it, unless it runs."""
@@ -137,6 +141,24 @@ class StorageVerbs:
             self.storage.link.carry_out(effect)
         elif found is not None:
             self.storage.link.forget(found.stored().prefix(), note_forgotten)
+
+    def delete(self, namespace: bytes, generation: int, keys: bytes, tell: Callable[[int, str], None]) -> None:
+        """Have storage delete blocks of a namespace, if there is storage.
+
+        Args:
+            namespace: the root of the keys.
+            generation: of it; 0 for one of replicas.
+            keys: of the blocks.
+            tell: told how many there were, and why storage may have some of them still; empty if it has none.
+        """
+        if self.storage is None:
+            tell(0, "")
+            return
+        link, found = self.storage.link, self.format_of(namespace, generation)
+        if found is None or link.state is not LinkState.READY:
+            tell(0, f"it is {link.state}" + (f": {link.why}" if link.why else ""))
+        else:
+            delete_blocks(link.ask, found.stored().prefix(), keys, lambda over: tell(max(over.count, 0), _kept(over)))
 
     def format_of(self, namespace: bytes, generation: int) -> BlockFormat | None:
         """Whose blocks a namespace's are; None where nobody has it any more."""
@@ -244,6 +266,13 @@ class StorageVerbs:
                 self._pending.fail(reply, error)
             return None
         return Answer(_report(request.id, storage))
+
+
+def _kept(over: Done) -> str:
+    """Why storage may have blocks still that it was to delete."""
+    if over.failed:
+        return f"it failed: {over.error}"
+    return "it deletes no blocks, and drops them when it wants" if over.count < 0 else ""
 
 
 def _cleared(number: int, storage: StorageService, over: Done) -> wire.StorageReport | wire.ErrorReply:

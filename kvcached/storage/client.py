@@ -32,8 +32,10 @@ from kvcached.storage.forgets import Forgets
 from kvcached.storage.link_state import LINK_TRANSITIONS, LinkState
 from kvcached.storage.messages import (
     PROGRESS_PER_TIMEOUT,
+    AskedRequest,
     Backup,
     BlockFormat,
+    Delete,
     Done,
     Fetch,
     Forget,
@@ -42,10 +44,9 @@ from kvcached.storage.messages import (
     Ping,
     Progress,
     Query,
-    ReadRecord,
+    RecordRequest,
     Report,
     Request,
-    WriteRecord,
 )
 from kvcached.storage.messages import StorageConfig as ProcessConfig
 from kvcached.storage.process import StorageProcess
@@ -139,11 +140,9 @@ class StorageLink:
 
     def attach(self) -> None:
         """Start the process once the one before is dead. Does nothing if it runs or is about to."""
-        if self.state is not LinkState.DETACHED:
-            return
-        if self._process is None:
+        if self.state is LinkState.DETACHED and self._process is None:
             self._start()
-        else:
+        elif self.state is LinkState.DETACHED:
             self._is_wanted = True
 
     async def detach(self, deadline_s: float, kill_deadline_s: float | None = None) -> None:
@@ -202,8 +201,8 @@ class StorageLink:
         """Let storage forget all blocks whose keys have a prefix, as soon as it works; repeated until that succeeds."""
         self._forgets.add(prefix, tell)
 
-    def ask(self, request: Callable[[int], ReadRecord | WriteRecord], tell: Callable[[Done], None]) -> bool:
-        """Send a request about the record of generations; False if there is no process. `tell` is called at its end."""
+    def ask(self, request: Callable[[int], AskedRequest], tell: Callable[[Done], None]) -> bool:
+        """Send a request that the core has no part in; False if there is no process. `tell` is called at its end."""
         if self._process is not None:
             self._send(request(self._in_flight.next_number), tell)
         return self._process is not None
@@ -262,7 +261,7 @@ class StorageLink:
             self._start()
         self._tell(StorageLost())  # after the next start is planned: there is a next start even if `tell` raises
         for each in lost:  # the core has been told of the end of all others
-            if isinstance(each.request, Forget | ReadRecord | WriteRecord):
+            if isinstance(each.request, Forget | AskedRequest):
                 each.tell(Done(sequence=each.request.sequence, failed=True, error=f"the storage process {why}"))
 
     def _fall_back(self, why: str) -> None:
@@ -298,7 +297,7 @@ class StorageLink:
             self._forgets.send_due()
 
     def _judge(self, reply: Done, request: Request) -> None:
-        of_record = isinstance(request, ReadRecord | WriteRecord)
+        of_record = isinstance(request, RecordRequest)
         if of_record and not reply.failed:  # says nothing of blocks, and is sent in any case
             return
         if not reply.failed:
@@ -313,7 +312,7 @@ class StorageLink:
         self.why = reply.error
         _log.warning("storage %s failed: %s", self._config.backend, reply.error)
         # A disk in front of a service goes on without it, and one that failed at its part of a `Forget` still reads.
-        if self._config.local_disk is None or not (of_record or isinstance(request, Forget)):
+        if self._config.local_disk is None or not (of_record or isinstance(request, Forget | Delete)):
             self._failures += 1
         if self._failures >= BREAKER_FAILURES or self.state is LinkState.SUSPENDED:
             self._suspend(f"{self._failures} failures in a row, the last one: {reply.error}")

@@ -26,6 +26,7 @@ from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind
 from kvcached.storage.messages import (
     Backup,
     BlockFormat,
+    Delete,
     Done,
     Fetch,
     Forget,
@@ -101,23 +102,24 @@ class HostCopies:
 
     def _carry_out(self, request: Request, progress: Callable[[], None]) -> Done:
         match request:
-            case Query():
-                return Done(sequence=request.sequence, count=self._find(request, progress))
             case Fetch():
                 return self._fetch(request, progress)
             case Backup():
                 return self._back_up(request, progress)
-            case Forget():
-                return Done(
-                    sequence=request.sequence, count=self._backend.clear(request.prefix, timeout_s=self._timeout_s)
-                )
-            case Ping():
-                self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
-                return Done(sequence=request.sequence)
             case ReadRecord() | WriteRecord():
                 if self._records is None:
                     raise NotImplementedError("a record without memory for it")
                 return self._records.carry_out(request)
+            case Query():
+                count = self._find(request, progress)
+            case Delete():
+                count = self._delete(request, progress)
+            case Forget():
+                count = self._backend.clear(request.prefix, timeout_s=self._timeout_s)
+            case Ping():
+                self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
+                count = 0
+        return Done(sequence=request.sequence, count=count)
 
     def _find(self, request: Query, progress: Callable[[], None]) -> int:
         prefix, found = request.format.stored().prefix(), 0
@@ -128,6 +130,14 @@ class HostCopies:
                 return found + there.index(False)
             found += len(some)
         return found
+
+    def _delete(self, request: Delete, progress: Callable[[], None]) -> int:
+        """How many blocks were there; -1 if the backend does not delete."""
+        if not self._backend.capabilities.deletes:
+            return -1
+        keys = [request.prefix + key for key in _split(request.keys)]
+        batches = _batches(keys, self._backend.capabilities.batch_blocks, progress)
+        return sum(self._backend.delete(some, timeout_s=self._timeout_s) for some in batches)
 
     # --- from storage -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""The blocks that storage has still to forget: requested when storage works, and repeated until that succeeds."""
+"""What storage is to forget.
+
+Generations that are over are requested when storage works, and repeated until that succeeds. Blocks by their keys are
+requested once: whoever wants them deleted is told what came of it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from kvcached.process.backoff import BackOff
 from kvcached.process.in_flight import InFlight
-from kvcached.storage.messages import Backup, Done, Request
+from kvcached.storage.messages import AskedRequest, Backup, Delete, Done, Request
+from kvcached_client.types import KEY_SIZE_BYTES
 
 #: The pause before a failed request is repeated; each is twice the one before it, until one succeeds.
 FORGET_PAUSE_S: Final = 1.0
@@ -18,7 +25,12 @@ FORGET_PAUSE_S_MAX: Final = 60.0
 #: How many generations may wait to be forgotten: clears while storage is away. The record of generations has each.
 FORGETS_DUE_MAX: Final = 1024
 
+#: Of one request: each takes a thread of the storage process, which others need, for so long.
+DELETE_BLOCKS_MAX: Final = 1024
+
 Tell = Callable[[Done], None]
+#: Sends a request to the storage process; False if there is none.
+Ask = Callable[[Callable[[int], AskedRequest], Tell], bool]
 
 
 class Forgets:
@@ -97,3 +109,42 @@ class Forgets:
         self.due.pop(prefix, None)
         tell(done)
         self.send_due()
+
+
+def delete_blocks(ask: Ask, prefix: bytes, keys: bytes, tell: Tell) -> None:
+    """Have storage delete the blocks of some keys, a part of them after the other.
+
+    Args:
+        ask: see there.
+        prefix: with which all keys begin in storage.
+        keys: what follows it, 16 bytes a block.
+        tell: gets the report of all together, or of what went well until one of the requests failed.
+    """
+    _Deletion(ask, prefix, keys, tell).go_on(0)
+
+
+class _Deletion:
+    def __init__(self, ask: Ask, prefix: bytes, keys: bytes, tell: Tell) -> None:
+        self._ask, self._prefix, self._tell = ask, prefix, tell
+        size = DELETE_BLOCKS_MAX * KEY_SIZE_BYTES
+        self._parts = [keys[at : at + size] for at in range(0, len(keys), size)]
+
+    def go_on(self, count: int) -> None:
+        """Request the next part; so many blocks were deleted before."""
+        if not self._parts:
+            self._tell(Done(sequence=0, count=count))
+            return
+        keys = self._parts.pop(0)
+        if not self._ask(lambda number: Delete(sequence=number, prefix=self._prefix, keys=keys), self._over(count)):
+            self._tell(Done(sequence=0, count=count, failed=True, error="its process has ended"))
+
+    def _over(self, count: int) -> Tell:
+        def over(done: Done) -> None:
+            if done.failed:
+                self._tell(msgspec.structs.replace(done, count=count))
+            elif done.count < 0:
+                self._tell(done)
+            else:
+                self.go_on(count + done.count)
+
+        return over

@@ -4,7 +4,7 @@
 
     daemon → StorageConfig + the host pool's memfd + memory for the record of generations
                                             storage process → Opened, or NotOpened, and it ends
-    daemon → Query, Fetch, Backup, Forget, Ping …    storage process → one Done for each, in any order,
+    daemon → Query, Fetch, Backup, Delete, Ping …    storage process → one Done for each, in any order,
                                                      and Progress before that of a long one
     daemon → ReadRecord, WriteRecord                 the same; one at a time, for they share the memory
 
@@ -117,6 +117,14 @@ class Forget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     prefix: bytes
 
 
+class Delete(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="delete"):
+    """Delete the blocks with these keys, all of which begin with a prefix that is not among their bytes here."""
+
+    sequence: _Count
+    prefix: _Name
+    keys: bytes
+
+
 class Ping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="ping"):
     """Ask the backend something small, to see whether it answers."""
 
@@ -175,8 +183,8 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         count: of a query, blocks found; of a fetch, leading good blocks; of a backup, leading blocks that storage has;
-            of `Forget`, blocks forgotten; of a record, its bytes in the memory, 0 where it is of the known version,
-            was written, or is not there.
+            of `Forget` and `Delete`, blocks that were there, -1 if the backend deletes none; of a record, its bytes in
+            the memory, 0 where it is of the known version, was written, or is not there.
         written: of a backup: blocks that were not there before; of `WriteRecord`, 1 if the record was replaced.
         version: of the record that is there now; empty if there is none, or it is none of ours, as the error says.
         wrong: of a fetch: blocks whose bytes were not those that were stored.
@@ -198,7 +206,10 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     usage: Usage = UNKNOWN_USAGE
 
 
-Request = Query | Fetch | Backup | Forget | Ping | ReadRecord | WriteRecord
+RecordRequest = ReadRecord | WriteRecord
+#: What others than the core ask for.
+AskedRequest = Delete | RecordRequest
+Request = Query | Fetch | Backup | Forget | Ping | AskedRequest
 Report = Opened | NotOpened | Progress | Done
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=encode_ranges)

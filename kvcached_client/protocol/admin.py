@@ -81,6 +81,16 @@ class Unpin(Header, frozen=True, kw_only=True, tag="unpin"):
     target: Name
 
 
+class ForgetPrefix(Header, frozen=True, kw_only=True, tag="forget"):
+    """Remove the cached blocks of a prompt, and all that continue them, as far as nothing uses them. Frames: keys."""
+
+    frames = (KEYS,)
+
+    target: Name  #: a replica, with all that share its namespace, or a namespace as in `SetPolicy`
+    from_block: Count = 0  #: so many leading blocks stay; fewer than the keys name
+    deadline_ms: _Deadline = 60_000  #: at the deadline, the reply says that storage has not answered
+
+
 class Sleep(Header, frozen=True, kw_only=True, tag="sleep"):
     """Give the memory of device pools back until `Wake`. Refused while an engine has a session on one of them."""
 
@@ -163,6 +173,16 @@ class Unpinned(Header, frozen=True, kw_only=True, tag="unpinned"):
     """Answer to `Unpin`."""
 
     was_pinned: bool
+
+
+class PrefixForgotten(Header, frozen=True, kw_only=True, tag="forgotten"):
+    """Answer to `ForgetPrefix`. Nothing of the prefix is left if `in_use` is 0 and `left_in_storage` is empty."""
+
+    device: Id  #: copies removed from device pools
+    host: Id  #: copies removed from the host pool
+    stored: Id  #: blocks deleted from storage
+    in_use: Id  #: blocks that stay, in memory and in storage, because something uses them now
+    left_in_storage: str  #: why storage may still have others of the blocks; "" = it has none, or there is no storage
 
 
 class Slept(Header, frozen=True, kw_only=True, tag="slept"):

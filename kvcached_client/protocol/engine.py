@@ -25,6 +25,7 @@ from kvcached_client.protocol.admin import (
     ClearNamespace,
     Drain,
     Drained,
+    ForgetPrefix,
     LocalDisk,
     LogLevelSet,
     NamespaceCleared,
@@ -33,6 +34,7 @@ from kvcached_client.protocol.admin import (
     Pin,
     Pinned,
     PolicySet,
+    PrefixForgotten,
     Resume,
     Resumed,
     SetLogLevel,
@@ -190,6 +192,7 @@ Request = (
     | SetPolicy
     | Pin
     | Unpin
+    | ForgetPrefix
     | Prefetch
     | StorageControl
     | Sleep
@@ -231,6 +234,7 @@ Reply = (
     | PolicySet
     | Pinned
     | Unpinned
+    | PrefixForgotten
     | Prefetched
     | StorageReport
     | Slept

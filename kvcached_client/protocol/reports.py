@@ -251,6 +251,9 @@ class TreeReport(Header, frozen=True, kw_only=True, tag="tree_report"):
     runs: Id
     blocks: Id
     shown: Count
+    deepest: Id = 0  #: depth behind the deepest block; how many blocks the longest chain has
+    half_depth: Id = 0  #: the smallest depth within which half of the blocks lie
+    nine_tenths_depth: Id = 0  #: the same for nine tenths of them
 
 
 class BlockPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -34,7 +34,7 @@ ALLOWED: dict[str, frozenset[Role]] = {
         (Role.LOOK, Role.OPERATE): ("stats", "health", "check", "tree", "inspect", "explain"),
         (Role.OPERATE,): (
             "pause", "resume", "drain", "clear_namespace", "set_weights", "set_policy", "sleep", "wake",
-            "storage_control", "set_log_level",
+            "storage_control", "set_log_level", "forget",
         ),
         (Role.OPERATE, Role.ENGINE): ("pin", "unpin"),
         tuple(Role): ("describe",),

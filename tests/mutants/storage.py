@@ -344,7 +344,7 @@ def device_memory_is_not_told_of_a_clear_elsewhere(patch: pytest.MonkeyPatch) ->
 @caught_by("tests/storage/test_link.py::test_record_that_can_be_read_proves_nothing_of_blocks")
 def record_that_is_read_resumes_storage(patch: pytest.MonkeyPatch) -> None:
     """A service that answers for the record only is resumed every few seconds, and requests pay for each failure."""
-    rewrite(patch, StorageLink._judge, "isinstance(request, ReadRecord | WriteRecord)", "False")
+    rewrite(patch, StorageLink._judge, "isinstance(request, RecordRequest)", "False")
 
 
 @caught_by("tests/storage/test_forgets.py::test_prefixes_are_forgotten_one_after_the_other")

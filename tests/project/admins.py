@@ -71,6 +71,12 @@ class OfficeAdmin(ConnectedAdmin):
         request = protocol.Unpin(id=self._office.next_id(), target=target)
         return self._ask(protocol.Unpinned, request, keys).was_pinned
 
+    def forget(self, target: str, keys: bytes, *, from_block: int, deadline_ms: int) -> protocol.PrefixForgotten:
+        request = protocol.ForgetPrefix(
+            id=self._office.next_id(), target=target, from_block=from_block, deadline_ms=deadline_ms
+        )
+        return self._ask(protocol.PrefixForgotten, request, keys)
+
     def _ask(self, kind: type[R], request: protocol.Request, *frames: bytes) -> R:
         header = self._office.ask(request, *frames, peer=b"cli").header
         if isinstance(header, protocol.ErrorReply):

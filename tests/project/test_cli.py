@@ -136,7 +136,7 @@ def tree_node(level: int, start: int, blocks: int, **fields: Any) -> TreeNode:
 
 
 TREE = (
-    TreeReport(id=1, runs=9, blocks=1234, shown=4),
+    TreeReport(id=1, runs=9, blocks=1234, shown=4, deepest=1200, half_depth=617, nine_tenths_depth=1112),
     [
         TreeNode(
             level=0,
@@ -344,9 +344,10 @@ def test_cli_tree_is_a_line_for_each_run(admin: FakeAdmin) -> None:
         f"[740, 1200)  host 460/460  {'02' * 16}",
         "+ 5 more",
         "1234 blocks in 9 runs",
+        "depth: 1200 blocks; half of the blocks within 617, nine tenths within 1112",
     ]
     indents = [len(line) - len(line.lstrip(" │├└─┣┗━┃")) for line in result.stdout.splitlines()]
-    assert indents == [0, 4, 8, 8, 8, 0]
+    assert indents == [0, 4, 8, 8, 8, 0, 0]
 
 
 def test_cli_tree_as_json_has_keys_in_hex(admin: FakeAdmin) -> None:
@@ -357,6 +358,7 @@ def test_cli_tree_as_json_has_keys_in_hex(admin: FakeAdmin) -> None:
 
     assert admin.asked == [("tree", ("",), {"levels": 8, "children": 8})]
     assert (printed["runs"], printed["blocks"], printed["shown"], "id" in printed) == (9, 1234, 4, False)
+    assert [printed[name] for name in ("deepest", "half_depth", "nine_tenths_depth")] == [1200, 617, 1112]
     assert [node["level"] for node in printed["nodes"]] == [0, 1, 2, 2]
     assert printed["nodes"][2] == {
         "level": 2,

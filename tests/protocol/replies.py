@@ -52,6 +52,7 @@ from kvcached_client.protocol.engine import (
     Pinned,
     PolicySet,
     PoolStats,
+    PrefixForgotten,
     Released,
     ReplicaInfo,
     Reply,
@@ -274,7 +275,10 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
         ),
         [],
     ),
-    "tree_report": (TreeReport(id=17, runs=3, blocks=400, shown=2), [pack_tree_nodes(NODES)]),
+    "tree_report": (
+        TreeReport(id=17, runs=3, blocks=400, shown=2, deepest=317, half_depth=200, nine_tenths_depth=300),
+        [pack_tree_nodes(NODES)],
+    ),
     "inspect_report": (
         InspectReport(
             id=18,
@@ -332,6 +336,10 @@ REPLIES: dict[str, tuple[Reply, list[bytes]]] = {
     ),
     "pinned": (Pinned(id=34, device=2, host=1), []),
     "unpinned": (Unpinned(id=35, was_pinned=True), []),
+    "forgotten": (
+        PrefixForgotten(id=44, device=2, host=300, stored=70_000, in_use=1, left_in_storage="it is detached"),
+        [],
+    ),
     "policy_set": (
         PolicySet(
             id=33,

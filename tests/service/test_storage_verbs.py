@@ -23,7 +23,7 @@ from kvcached.service.pending import WAITING_MAX, Answer, Wait
 from kvcached.service.storage_verbs import RECORD_LATE_MS, StorageService
 from kvcached.storage.backend import UNKNOWN_USAGE, LocalDisk, Usage
 from kvcached.storage.link_state import LinkState
-from kvcached.storage.messages import Done
+from kvcached.storage.messages import AskedRequest, Done
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.sessions import StopPolicy
@@ -47,6 +47,7 @@ class FakeStorageLink:
     due: dict[bytes, None] = field(default_factory=dict)
     orders: list[QueryStorage | StartFetch | StartBackup] = field(default_factory=list)
     forgets: list[Callable[[Done], None]] = field(default_factory=list)
+    asked: list[tuple[AskedRequest, Callable[[Done], None]]] = field(default_factory=list)
 
     def carry_out(self, effect: QueryStorage | StartFetch | StartBackup) -> None:
         self.orders.append(effect)
@@ -58,6 +59,10 @@ class FakeStorageLink:
 
     def forget(self, prefix: bytes, tell: Callable[[Done], None]) -> None:
         self.forgets.append(tell)
+
+    def ask(self, request: Callable[[int], AskedRequest], tell: Callable[[Done], None]) -> bool:
+        self.asked.append((request(len(self.asked) + 1), tell))
+        return True
 
     def attach(self) -> None:
         self.state = LinkState.STARTING

@@ -278,26 +278,26 @@ class HostTree(RunTree):
 
     def cut_host(self, run: Run, depth: int, cause: str) -> None:
         """Evict what the host pool has of a run from `depth` on, and of everything below it. None of it is locked."""
-        slots = self._take_host(run, depth - run.start)
+        slots = self._take(run, depth - run.start, HOST)
         self.counters["host_evicted_blocks"] += slot_count(slots)
         self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
         self._prune(run)
         self._note_gone(MissReason.EVICTED)
 
     def _drop_host(self, run: Run, offset: int) -> None:
-        slots = self._take_host(run, offset)
+        slots = self._take(run, offset, HOST)
         self.counters["host_dropped_blocks"] += slot_count(slots)
         self._host.move(slots, SlotState.CACHED, SlotState.FREE, f"path lost at block {run.start + offset}")
         self._prune(run)
 
-    def _take_host(self, run: Run, offset: int) -> Ranges[int]:
-        """Take what the host pool has of a run from `offset` on, and below, out of the index, as far as it may go."""
+    def _take(self, run: Run, offset: int, pool: int) -> Ranges[int]:
+        """Take what a pool has of a run from `offset` on, and below, out of the index, as far as it may go."""
         dropped: list[Ranges[int]] = []
-        for each in (*reversed(self._resident_below(run, HOST)), run):
-            segment = resident(each, HOST)
+        for each in (*reversed(self._resident_below(run, pool)), run):
+            segment = resident(each, pool)
             keep = max(segment.protected, offset if each is run else 0)
             if not segment.resident_children and keep < segment.length:
-                dropped.append(without_holes(self.trim(segment, segment.length - keep, HOST)))
+                dropped.append(without_holes(self.trim(segment, segment.length - keep, pool)))
         return join(dropped)
 
     def _evict_host(self, wanted: int, cause: str, reason: MissReason = MissReason.EVICTED) -> None:

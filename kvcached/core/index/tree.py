@@ -6,7 +6,8 @@ A device pool holds a prefix of every path, the host pool also what lies behind 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 from kvcached.core.eviction.eviction_log import EvictionLog
 from kvcached.core.eviction.lru import EvictionPolicy
@@ -34,6 +35,14 @@ from kvcached_client.types import MissReason, WritePolicy
 BATCH_DIVISOR = 64
 #: Slots in these states may be freed. All others belong to copies, or to processes that may write them.
 _AT_REST = (SlotState.FREE, SlotState.CACHED)
+
+
+class Removed(NamedTuple):
+    """What was taken out of an index on request."""
+
+    device: int  #: copies in device pools
+    host: int  #: copies in the host pool
+    keys: bytes  #: of the blocks that no pool has any more
 
 
 class Listener(Protocol):
@@ -81,6 +90,56 @@ class PrefixTree(HostTree):
     def set_write_policy(self, policy: WritePolicy) -> None:
         """Copy blocks by another policy from now on."""
         self.write_policy = policy
+
+    # --- whole paths, in all pools ------------------------------------------------------------------------------------
+
+    def known(self, keys: bytes, blocks: int) -> tuple[Run, int]:
+        """How far the index knows a chain, whoever holds its blocks: the run where that ends, and the depth."""
+        run, depth = self.root, 0
+        while depth < blocks and run.children:
+            child = run.children.get(keys[depth * KEY_SIZE : (depth + 1) * KEY_SIZE])
+            if child is None:
+                break
+            run = child
+            depth += run.common(0, keys, depth, min(run.length, blocks - depth))
+            if depth < run.end:
+                break
+        return run, depth
+
+    def behind(self, keys: bytes, depth: int) -> Iterator[tuple[Run, int]]:
+        """The runs with the block of a chain at `depth`, or behind it, each with the place of the first such block."""
+        run, reach = self.known(keys, depth + 1)
+        if reach <= depth:
+            return
+        yield run, depth - run.start
+        waiting = list((run.children or {}).values())
+        while waiting:
+            each = waiting.pop()
+            yield each, 0
+            waiting.extend((each.children or {}).values())
+
+    def remove(self, keys: bytes, depth: int, cause: str) -> Removed:
+        """Take the block of a chain at `depth`, and all that is behind it, out of all pools, as far as they are free.
+
+        That is what eviction could take; it could take nothing of a pool that is frozen.
+        """
+        run, reach = self.known(keys, depth + 1)
+        if reach <= depth:
+            return Removed(0, 0, b"")
+        device = host = 0
+        for pool in self.pools:
+            if not pool.frozen and run.segments[pool.index] is not None:
+                slots = self._take(run, depth - run.start, pool.index)
+                pool.move(slots, SlotState.CACHED, SlotState.FREE, cause)
+                device += slot_count(slots)
+        if run.segments[HOST] is not None:
+            slots = self._take(run, depth - run.start, HOST)
+            self._host.move(slots, SlotState.CACHED, SlotState.FREE, cause)
+            host = slot_count(slots)
+            self._prune(run)
+        gone = b"".join(self._gone)
+        self._note_gone(MissReason.FORGOTTEN)
+        return Removed(device, host, gone)
 
     # --- device pools -----------------------------------------------------------------------------------------------
 

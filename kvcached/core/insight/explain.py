@@ -112,29 +112,15 @@ def _reason_in(tree: PrefixTree, pool: DevicePool | None, run: Run, depth: int) 
     return MissReason.CORRUPT_OR_FAILED
 
 
-def _walk(tree: PrefixTree, keys: bytes, blocks: int) -> tuple[Run, int]:
-    """How far the index knows a chain, whoever holds its blocks: the run where that ends, and the depth."""
-    run, depth = tree.root, 0
-    while depth < blocks and run.children:
-        child = run.children.get(keys[depth * KEY_SIZE : (depth + 1) * KEY_SIZE])
-        if child is None:
-            break
-        run = child
-        depth += run.common(0, keys, depth, min(run.length, blocks - depth))
-        if depth < run.end:
-            break
-    return run, depth
-
-
 def _find(tree: PrefixTree, keys: bytes, blocks: int) -> Run | None:
     """The run that holds the last of a chain's first `blocks` blocks; None where the index does not know it."""
-    run, depth = _walk(tree, keys, blocks)
+    run, depth = tree.known(keys, blocks)
     return run if depth == blocks else None
 
 
 def _others(tree: PrefixTree, keys: bytes, hit: int) -> int:
     """How many chains go on from the hit otherwise than the prompt."""
-    run, depth = _walk(tree, keys, hit)
+    run, depth = tree.known(keys, hit)
     if depth < hit:
         return 0
     key = keys[hit * KEY_SIZE : (hit + 1) * KEY_SIZE]

@@ -5,10 +5,10 @@ Both may walk a whole tree. They are for people, who ask seldom.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from heapq import nlargest
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Final, NamedTuple
 
 from kvcached.core.cache import Cache
@@ -22,6 +22,8 @@ from kvcached.core.transfers.transfer import EngineTransfer, WorkerTransfer
 
 #: A block of a system prompt may be held by every lease there is.
 HOLDERS_SHOWN_MAX: Final = 32
+#: Parts of all blocks, in percent, for which the depth is told within which they lie.
+_PARTS: Final = (50, 90)
 
 
 class RunView(NamedTuple):
@@ -89,9 +91,44 @@ def trees_of(cache: Cache, replica: str) -> list[PrefixTree]:
     return [tree for tree in cache.trees if not replica or any(pool.name == replica for pool in tree.pools)]
 
 
-def block_count(trees: list[PrefixTree]) -> int:
-    """Different blocks that the trees name, wherever their copies are."""
-    return sum(run.length for tree in trees for run in tree.runs())
+class Depths(NamedTuple):
+    """How deep trees are, in blocks from the root.
+
+    Attributes:
+        blocks: different blocks that they name, wherever their copies are.
+        deepest: the depth behind the deepest of them.
+        half, nine_tenths: the smallest depths within which that part of the blocks lies.
+    """
+
+    blocks: int
+    deepest: int
+    half: int
+    nine_tenths: int
+
+
+def depths_of(trees: list[PrefixTree]) -> Depths:
+    """How deep trees are. Walks them once."""
+    changes: Counter[int] = Counter()  #: at which depth how many runs begin, less those that end
+    for tree in trees:
+        for run in tree.runs():
+            changes[run.start] += 1
+            changes[run.end] -= 1
+    blocks = -sum(depth * change for depth, change in changes.items())
+    places = sorted(changes)
+    half, nine_tenths = (_within(changes, places, blocks, percent) for percent in _PARTS)
+    return Depths(blocks, places[-1] if places else 0, half, nine_tenths)
+
+
+def _within(changes: Counter[int], places: list[int], blocks: int, percent: int) -> int:
+    """The smallest depth within which this part of the blocks lies."""
+    wanted, abreast = -(-blocks * percent // 100), 0
+    for place, following in pairwise(places):
+        abreast += changes[place]
+        here = abreast * (following - place)
+        if wanted <= here:
+            return place + -(-wanted // abreast)
+        wanted -= here
+    return 0
 
 
 def survey(cache: Cache, replica: str, levels: int, children: int, nodes_max: int) -> list[RunView]:

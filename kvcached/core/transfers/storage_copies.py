@@ -301,6 +301,14 @@ def unmark_all(tree: PrefixTree) -> None:
             segment.back(0)
 
 
+def unmark_behind(tree: PrefixTree, keys: bytes, depth: int) -> None:
+    """The block of a chain at `depth`, and all that is behind it, may be in storage no more: the same for these."""
+    for run, offset in tree.behind(keys, depth):
+        segment = run.segments[HOST]
+        if segment is not None:
+            segment.back(min(segment.backed, offset))
+
+
 def _unmark(run: Run, depth: int) -> None:
     """Blocks from `depth` on of the path to `run` have to be handed over again."""
     at: Run | None = run

@@ -1,6 +1,7 @@
 """The requests by which people change what the daemon does and keeps.
 
-Pause and resume copies, drain and stop; clear a namespace or set its weights version; pin prefixes; set a write policy.
+Pause and resume copies, drain and stop; clear a namespace or set its weights version; pin prefixes, or remove them; set
+a write policy.
 A pause, a drain or a stop is answered when it is complete, or at its deadline with what is left; it holds in both
 cases. A clear is answered when the new generation is recorded.
 """
@@ -16,6 +17,7 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import DaemonState
 from kvcached.service.admin.clears import Clears
+from kvcached.service.admin.removals import PrefixRemovals
 from kvcached.service.admission import DrainState
 from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
 from kvcached.service.replica import NAMESPACE_SHOWN_BYTES, Replica, check_replica, resolve_namespace
@@ -42,6 +44,7 @@ class AdminVerbs:
 
     Args:
         clears: serves those that clear namespaces.
+        removals: serves the one that removes a prefix.
 
     Attributes:
         by_type: what serves the verbs that are answered at once.
@@ -55,6 +58,7 @@ class AdminVerbs:
         drain_state: DrainState,
         pending: PendingReplies,
         clears: Clears,
+        removals: PrefixRemovals,
         now_ms: Callable[[], int],
     ) -> None:
         self._cache = cache
@@ -74,6 +78,7 @@ class AdminVerbs:
             wire.Clear: clears.clear_own,
             wire.ClearNamespace: clears.clear,
             wire.SetWeights: clears.set_weights,
+            wire.ForgetPrefix: removals.forget,
         }
 
     def left(self) -> Left:

@@ -1,0 +1,108 @@
+"""Prefixes that an operator has removed: out of every pool, and a list of what storage is to delete.
+
+Removal takes what eviction could take. What leases, copies under way, pins and prefetches hold stays, in memory and in
+storage, and is counted: no lease breaks, and no generation ends. Who repeats it later gets the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from kvcached.core.index.run import KEY_SIZE
+from kvcached.core.index.tree import PrefixTree
+from kvcached.core.namespaces import Namespaces
+from kvcached.core.refusals import Refusal, Why
+from kvcached.core.transfers.prefetch import Prefetches
+from kvcached.core.transfers.storage_copies import unmark_behind
+from kvcached.core.transfers.storage_state import Prefetch
+
+_CAUSE = "removed on request"
+
+
+class Removal(NamedTuple):
+    """What came of one request.
+
+    Attributes:
+        trees: of the namespaces whose blocks are the same in storage.
+        device, host: copies that have left device pools and the host pool.
+        in_use: blocks that stay.
+        keys: of the blocks that storage is to delete, those of the prompt first, in its order.
+    """
+
+    trees: list[PrefixTree]
+    device: int
+    host: int
+    in_use: int
+    keys: bytes
+
+
+class Removals:
+    """Removes prefixes.
+
+    Args:
+        namespaces: of engines in offload mode.
+        prefetches: which may be about to bring blocks of a prefix.
+        counters: of the cache.
+    """
+
+    def __init__(self, namespaces: Namespaces, prefetches: Prefetches, counters: Counter[str]) -> None:
+        self._namespaces = namespaces
+        self._prefetches = prefetches
+        self._counters = counters
+
+    def remove(self, tree: PrefixTree, keys: bytes, start: int) -> Removal:
+        """Remove the blocks of a prompt from `start` on, and everything that continues them.
+
+        Args:
+            tree: of the prompt's namespace.
+            keys: of the prompt's full blocks, more than `start`.
+            start: how many leading blocks stay.
+
+        Raises:
+            Refusal: the namespace is being cleared.
+        """
+        for pool in tree.pools:
+            if pool.clearing:
+                raise Refusal(Why.CLEARING, replica=pool.name)
+        trees = self._sharing(tree)
+        removed = [each.remove(keys, start, _CAUSE) for each in trees]
+        held = self._held(trees, keys, start)
+        gone = dict.fromkeys(_split(keys[start * KEY_SIZE :] + b"".join(each.keys for each in removed)))
+        left = (key for key in gone if key not in held) if held else gone
+        device, host = sum(each.device for each in removed), sum(each.host for each in removed)
+        self._counters["forgotten_blocks"] += device + host
+        return Removal(trees, device, host, len(held), b"".join(left))
+
+    def deleted(self, removal: Removal, keys: bytes, start: int) -> None:
+        """Storage has deleted, or tried to: what of that was computed again meanwhile may have to be written again."""
+        for tree in removal.trees:
+            unmark_behind(tree, keys, start)
+
+    def _sharing(self, tree: PrefixTree) -> list[PrefixTree]:
+        """The trees of the namespaces whose blocks are the same in storage as this one's."""
+        space = next((each for each in self._namespaces.by_root.values() if each.tree is tree), None)
+        if space is None:
+            return [tree]
+        return [each.tree for each in self._namespaces.of_storage(space.spec.storage_root)]
+
+    def _held(self, trees: list[PrefixTree], keys: bytes, start: int) -> set[bytes]:
+        """The blocks that stay: those in the index, and those that a prefetch may bring there."""
+        held: set[bytes] = set()
+        for tree in trees:
+            for run, offset in tree.behind(keys, start):
+                held.update(_split(bytes(run.keys[offset * KEY_SIZE :])))
+        place = slice(start * KEY_SIZE, (start + 1) * KEY_SIZE)
+        for prefetch in self._prefetches.under_way.values():
+            if prefetch.chain.tree in trees and prefetch.chain.keys[place] == keys[place]:
+                held.update(_coming(prefetch, start))
+        return held
+
+
+def _coming(prefetch: Prefetch, start: int) -> list[bytes]:
+    """The blocks from `start` on that are not in the index yet by a prefetch."""
+    return _split(prefetch.chain.keys[max(prefetch.inserted, start) * KEY_SIZE :])
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_SIZE] for at in range(0, len(keys), KEY_SIZE)]
