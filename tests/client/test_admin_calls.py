@@ -14,6 +14,7 @@ from kvcached_client.protocol.engine import (
     ClearNamespace,
     Drain,
     Drained,
+    ForgetPrefix,
     Header,
     LogLevelSet,
     NamespaceCleared,
@@ -22,6 +23,7 @@ from kvcached_client.protocol.engine import (
     Pin,
     Pinned,
     PolicySet,
+    PrefixForgotten,
     Request,
     Resume,
     Resumed,
@@ -102,6 +104,18 @@ def test_admin_pins_and_unpins_by_keys(daemon: FakeDaemon) -> None:
     assert daemon.requests == [
         (Pin(id=1, target="default", ttl_ms=9), [bytes(32)]),
         (Unpin(id=2, target="default"), [bytes(32)]),
+    ]
+
+
+def test_admin_forgets_by_keys(daemon: FakeDaemon) -> None:
+    """The keys of a prompt are the frame; what has left, and what is left, is the answer."""
+    reply = PrefixForgotten(id=1, device=2, host=3, stored=4, in_use=1, left_in_storage="")
+    daemon.script = lambda *_: (reply, [])
+    with Admin.connect(daemon.run_dir) as admin:
+        assert admin.forget("default", bytes(32), from_block=1, deadline_ms=70) == reply
+
+    assert daemon.requests == [
+        (ForgetPrefix(id=1, target="default", from_block=1, deadline_ms=70), [bytes(32)]),
     ]
 
 

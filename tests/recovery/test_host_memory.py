@@ -14,7 +14,7 @@ import pytest
 from kvcached.memory.host_pool import HostHeaders, HostMemory, adopt_host_memory, create_host_memory
 from kvcached.memory.sealed import sealed_memfd
 from kvcached_client.blocks import header as host_header
-from tests.recovery.pools import GEOMETRY, chain, header_bytes, store
+from tests.recovery.pools import GEOMETRY, chain, first, header_bytes, store
 
 SIZE = GEOMETRY.size_bytes
 
@@ -47,6 +47,25 @@ def test_two_pools_have_two_identities(memory: HostMemory) -> None:
 
     assert other.identity != memory.identity
     other.close()
+
+
+def test_headers_of_blocks_are_found_and_cleared_by_keys(memory: HostMemory) -> None:
+    """In the slabs that are asked about, also a key that stands twice; a slot that is cleared has none on any shard."""
+    headers = HostHeaders(memory)
+    names = chain(3)
+    slots = np.array([3, 30, 50, 5, 31], np.int64)  # of slabs 0, 1 and 2
+    for pair in (slots[:3], slots[3:]):
+        store(headers, pair, first(names, len(pair)))
+    keys = names.keys[:2].tobytes()
+
+    assert sorted(headers.find(keys, GEOMETRY, [0, 1, 2, 5]).tolist()) == [3, 5, 30, 31]
+    assert headers.find(keys, GEOMETRY, [0]).tolist() == [3, 5]
+    assert headers.find(b"x" * 16, GEOMETRY, [0, 1]).tolist() == []
+    headers.forget(np.array([5, 31], np.int64), GEOMETRY)
+    assert sorted(headers.find(keys, GEOMETRY, [0, 1]).tolist()) == [3, 5, 30, 31]  # the rest of a header stays
+    marks = {slot: {header_bytes(memory, GEOMETRY, slot, shard)[:8] for shard in (0, 1)} for slot in (3, 5, 30, 31)}
+    assert {slot for slot, mark in marks.items() if mark == {bytes(8)}} == {5, 31}
+    headers.forget(np.zeros(0, np.int64), GEOMETRY)
 
 
 def odd_descriptor(kind: str) -> int:

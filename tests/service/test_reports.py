@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvcached.core.insight.snapshot import find, survey
+from kvcached.core.insight.snapshot import Depths, depths_of, find, survey
 from kvcached.core.messages import TransferKind
 from kvcached.service import report_verbs
 from kvcached.service.report_verbs import ShownKeys
@@ -85,6 +87,36 @@ def test_survey_prefers_upper_levels_where_it_is_cut(office: Office, nodes_max: 
     assert [view.blocks for view in views] == lengths
     assert sum(view.hidden for view in views) <= 4 - len(views)
     assert all(view.children - view.hidden >= 0 for view in views)
+
+
+def test_tree_says_how_deep_the_index_is(office: Office) -> None:
+    """The longest chain, and how far the first half and nine tenths of the blocks reach, of all runs; none in nothing.
+
+    A run of 3 blocks is continued by one of 4 and one of 2, so that there are 3, 2, 2, 1 and 1 blocks further down.
+    """
+    report = office.expect(wire.TreeReport, wire.Tree(id=1, levels=1, children=1), peer=b"cli")
+    assert (report.blocks, report.deepest, report.half_depth, report.nine_tenths_depth) == (9, 7, 4, 7)
+    assert depths_of([]) == depths_of([Office("a").cache.tree_of("a")]) == Depths(0, 0, 0, 0)
+
+
+@given(st.lists(st.integers(0, 11), max_size=40))
+def test_depths_are_those_of_the_blocks_one_by_one(places: list[int]) -> None:
+    """Whatever the shape of the tree: as many blocks as are told lie within each depth, and fewer within less."""
+    office = Office("a", host_slabs=4)
+    office.enter(FakePeer(1))
+    chains = [key_chain(1)]
+    for number, place in enumerate(places[:12]):
+        before = chains[place % len(chains)]
+        chains.append(before + key_chain(1, seed=number + 1))
+        if len(chains[-1]) // 16 <= 4:
+            office.store(chains[-1])
+    tree = office.cache.tree_of("a")
+    blocks = sorted(depth for run in tree.runs() for depth in range(run.start + 1, run.end + 1))
+    found = depths_of([tree])
+
+    assert (found.blocks, found.deepest) == (len(blocks), max(blocks, default=0))
+    for depth, percent in ((found.half, 50), (found.nine_tenths, 90)):
+        assert depth == (blocks[-(-len(blocks) * percent // 100) - 1] if blocks else 0)
 
 
 def test_tree_of_one_replica() -> None:

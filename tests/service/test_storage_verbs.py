@@ -79,7 +79,7 @@ class StorageOffice(OffloadOffice):
         self.link = FakeStorageLink()
         self.service.storage.storage = StorageService(self.link, "disk", "never", 200, 1000)
         self.service.on_event(StorageReady())
-        self.attach(FakePeer(1))
+        self.welcome = self.attach(FakePeer(1))
 
     def prefetch(
         self, stop: StopPolicy = "wait_complete", *, deadline_ms: int = 60_000, seed: int = 0, peer: bytes = ONE

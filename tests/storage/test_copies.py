@@ -13,7 +13,7 @@ import xxhash
 from kvcached.core.messages import Span
 from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.messages import Backup, BlockFormat, Fetch, Forget, Ping, Query, Request
+from kvcached.storage.messages import Backup, BlockFormat, Delete, Fetch, Forget, Ping, Query, Request
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES, PAGE_BYTES, HostGeometry
@@ -265,6 +265,28 @@ def test_question_is_answered_up_to_the_first_gap(rig: Rig) -> None:
     assert found(other) == 0
     assert rig.copies.carry_out(Forget(sequence=4, prefix=other.stored().prefix())).count == 0
     assert rig.copies.carry_out(Forget(sequence=5, prefix=KIND.stored().prefix())).count == 4
+
+
+def test_blocks_are_deleted_by_their_keys(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the prefix and no others, in batches; a backend that deletes nothing is not asked, which is told."""
+    prefix, batches = KIND.stored().prefix(), list[int]()
+    rig.shelf.values.update({start + key: bytearray() for start in (prefix, b"o" * 16) for key in KEYS})
+    rig.shelf.capabilities = Capabilities(batch_blocks=2)
+    delete = rig.shelf.delete
+
+    def counted(keys: Sequence[bytes], *, timeout_s: float) -> int:
+        batches.append(len(keys))
+        return delete(keys, timeout_s=timeout_s)
+
+    monkeypatch.setattr(rig.shelf, "delete", counted)
+    order = Delete(sequence=1, prefix=prefix, keys=b"".join([bytes(16), *KEYS[:4]]))
+    progress: list[None] = []
+    assert rig.copies.carry_out(order, lambda: progress.append(None)).count == 4
+    assert (batches, len(progress)) == ([2, 2, 1], 2)
+    assert rig.shelf.values.keys() == {prefix + KEYS[4], *(b"o" * 16 + key for key in KEYS)}
+
+    rig.shelf.capabilities = Capabilities(deletes=False)
+    assert (rig.copies.carry_out(order).count, len(batches)) == (-1, 3)
 
 
 def test_what_a_backend_raises_is_an_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

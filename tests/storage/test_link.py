@@ -35,9 +35,11 @@ from kvcached.storage.client import (
     LONGEST_PAUSE_S,
     StorageLink,
 )
+from kvcached.storage.forgets import delete_blocks
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import (
     BlockFormat,
+    Delete,
     Done,
     Forget,
     NotOpened,
@@ -286,6 +288,31 @@ def test_forgets_that_fail_leave_a_local_disk_in_use(rig: Rig) -> None:
 
     assert BREAKER_FAILURES < attempts < 10
     assert rig.state() is LinkState.READY
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_deletions_that_fail_suspend_storage_without_a_local_disk(rig: Rig, *, has_disk: bool) -> None:
+    """They fail as other requests do; a disk in front of a service that is away goes on."""
+    rig.link._config = msgspec.structs.replace(rig.link._config, local_disk={} if has_disk else None)
+    told: list[Done] = []
+    for _ in range(BREAKER_FAILURES):
+        delete_blocks(rig.link.ask, PREFIX, bytes(16), told.append)
+        rig.process.answer(rig.process.orders[-1], "it is away")
+
+    assert rig.state() is (LinkState.READY if has_disk else LinkState.SUSPENDED)
+    assert [(each.failed, each.error) for each in told] == [(True, "it is away")] * BREAKER_FAILURES
+
+
+def test_deletion_that_a_dead_process_had_is_told_as_failed(rig: Rig) -> None:
+    """Whoever waits for it gets his answer, and nobody repeats it for him."""
+    told: list[Done] = []
+    delete_blocks(rig.link.ask, PREFIX, bytes(32), told.append)
+    (order,) = rig.process.orders
+    assert order == Delete(sequence=order.sequence, prefix=PREFIX, keys=bytes(32))
+    rig.restart()
+
+    assert [(each.failed, each.error) for each in told] == [(True, "the storage process was ended")]
+    assert rig.process.orders == []
 
 
 @pytest.mark.parametrize("has_disk", [False, True])
