@@ -55,7 +55,10 @@ _MEANINGS: Final = {
         "was stored before the namespace was cleared",
         "find out what cleared it: an engine clears when its weights change or its prefix cache is reset",
     ),
-    MissReason.FORGOTTEN: ("was removed by `kvcached forget`", "nothing to do: it is cached again once it is computed"),
+    MissReason.FORGOTTEN: (
+        "was removed on request",
+        "nothing to do: somebody has run `kvcached forget`, and the block is cached again once it is computed",
+    ),
     MissReason.FILLING: ("is being stored right now", "send the same request again in a moment"),
     MissReason.BELOW_THRESHOLD: (
         "is in host memory, but a hit of so few blocks is computed instead of loaded",

@@ -14,7 +14,7 @@ from kvcached.core.index.tree import PrefixTree
 from kvcached.core.namespaces import Namespaces
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.transfers.prefetch import Prefetches
-from kvcached.core.transfers.storage_copies import unmark_behind
+from kvcached.core.transfers.storage_copies import unmark_deleted
 from kvcached.core.transfers.storage_state import Prefetch
 
 _CAUSE = "removed on request"
@@ -77,7 +77,8 @@ class Removals:
     def deleted(self, removal: Removal, keys: bytes, start: int) -> None:
         """Storage has deleted, or tried to: what of that was computed again meanwhile may have to be written again."""
         for tree in removal.trees:
-            unmark_behind(tree, keys, start)
+            if tree.known(keys, start + 1)[1] > start:
+                unmark_deleted(tree, keys, start, set(_split(removal.keys)))
 
     def _sharing(self, tree: PrefixTree) -> list[PrefixTree]:
         """The trees of the namespaces whose blocks are the same in storage as this one's."""

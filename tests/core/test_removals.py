@@ -199,6 +199,22 @@ def test_block_that_was_computed_during_its_deletion_is_written_again(world: Sto
     assert len(world.held) == 4
 
 
+def test_block_that_stays_in_storage_is_not_written_again(world: StorageWorld) -> None:
+    """What was in use when the prompt was removed is in storage still: nothing of it is handed over anew."""
+    engine = OffloadEngine(world.cache)
+    store(world, engine, "abcd")
+    world.answer_all()
+    tree = engine.core.namespaces.by_root[engine.spec.root].tree
+    lease = engine.acquire("abc")
+    removal = world.cache.removals.remove(tree, keys_of("abcd"), 0)
+    world.cache.removals.deleted(removal, keys_of("abcd"), 0)
+    engine.release(lease)
+    engine.release(engine.acquire("abc"))
+
+    assert not [each for each in world.take() if isinstance(each, StartBackup)]
+    assert counted(world.cache.removals.remove(tree, keys_of("abcd"), 0)) == (0, 3, 0)
+
+
 def test_namespaces_that_share_their_blocks_in_storage_lose_them_together(world: StorageWorld) -> None:
     """Storage has one block for both layouts: it is out of the memory of both, and in use if one of them uses it."""
     specs = [NamespaceSpec(name * 32, "model", BLOCK_SIZE, 1, 4, b"c" * 32) for name in (b"x", b"y")]

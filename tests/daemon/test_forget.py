@@ -39,10 +39,11 @@ def blocks_of(daemon: RunningDaemon) -> int:
 
 
 def at_rest(run_dir: Path, backed_up: int) -> bool:
-    """Whether so many blocks were written to storage, and no copy is under way."""
+    """Whether so many blocks were written to storage, no lease is held, and no copy is under way."""
     with Admin.connect(run_dir, deadline_ms=10_000) as admin:
         stats = admin.stats()
-    return stats.counters.get("backed_up_blocks", 0) == backed_up and not any(stats.transfers.values())
+    is_held = any(stats.transfers.values()) or any(host.leases for host in stats.hosts)
+    return stats.counters.get("backed_up_blocks", 0) == backed_up and not is_held
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])

@@ -10,6 +10,7 @@ from kvcached.core.index.run import Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.managed import Managed
 from kvcached.core.managed_session import ManagedSession
+from kvcached.core.removal import Removals
 from kvcached.core.slots.host_slots import SlabAllocator
 from kvcached_client.types import SessionId
 from tests.mutants.mutant import caught_by, rewrite
@@ -41,6 +42,18 @@ def epoch_check_of_a_request_dropped(patch: pytest.MonkeyPatch) -> None:
         return self.sessions.active(session_id)
 
     patch.setattr(Managed, "session_at", session_at)
+
+
+@caught_by("tests/core/test_removals.py::test_pool_of_an_engine_that_has_not_declared_its_leases_keeps_its_blocks")
+def blocks_of_a_returning_engine_removed(patch: pytest.MonkeyPatch) -> None:
+    """A removal takes blocks that an engine from before a restart may be reading."""
+    rewrite(patch, PrefixTree.remove, "not pool.frozen and ", "")
+
+
+@caught_by("tests/core/test_removals.py::test_prefetch_under_way_keeps_what_it_is_to_bring")
+def prefetch_not_in_use(patch: pytest.MonkeyPatch) -> None:
+    """A removal says that nothing is left while a prefetch is about to bring the blocks back."""
+    rewrite(patch, Removals._held, "held.update(_coming(prefetch, start))", "pass")
 
 
 @caught_by("tests/core/test_stores.py::test_block_that_loses_its_last_copy_takes_its_descendants")

@@ -13,6 +13,7 @@ from kvcached.service.pending import PendingReplies
 from kvcached.service.service import Service
 from kvcached.service.sessions import EngineGroups
 from kvcached.service.sleep_verbs import SleepVerbs
+from kvcached.service.state_writer import HostClaims
 from tests.mutants.mutant import caught_by, rewrite
 
 
@@ -26,6 +27,12 @@ def lease_granted_while_draining(patch: pytest.MonkeyPatch) -> None:
 def ledger_behind_the_replies(patch: pytest.MonkeyPatch) -> None:
     """What a successor has to know is not written before the reply that tells of it."""
     rewrite(patch, Service.carry_out, "self.state_writer.keep()", "pass")
+
+
+@caught_by("tests/service/test_removals.py::test_next_daemon_does_not_find_what_was_removed")
+def removed_blocks_in_headers(patch: pytest.MonkeyPatch) -> None:
+    """The next daemon finds blocks in the host pool that were removed on request."""
+    rewrite(patch, HostClaims.forget, "self._headers.forget(found[is_free], geometry)", "pass")
 
 
 @caught_by("tests/service/test_service.py::test_bye_while_shards_live_frees_nothing_yet")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -98,6 +99,28 @@ def test_deleted_blocks_stay_away_after_a_kill(tmp_path: Path) -> None:
 
     with opened(tmp_path / "d") as storage:
         assert there(storage, BLOCKS) == {number for number in BLOCKS if number % 2}
+
+
+def test_deleted_blocks_stay_away_after_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was deleted is not there in the index as it was synced last; wrong blocks are deleted without a sync."""
+    synced: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        shutil.copytree(tmp_path / "d", tmp_path / f"synced {len(synced)}")
+
+    with opened(tmp_path / "d") as storage:
+        put(storage, *BLOCKS)
+        monkeypatch.setattr(os, "fsync", fsync)
+        storage.discard([key(0)], timeout_s=1)
+        assert synced == []
+        storage.delete([key(1), key(2)], timeout_s=1)
+        storage.delete([key(1)], timeout_s=1)  # again, as after a sync that failed
+        monkeypatch.undo()
+        assert synced == [(tmp_path / "d" / "index.db-wal").stat().st_ino] * 2
+
+    with opened(tmp_path / "synced 1") as storage:
+        assert there(storage, BLOCKS) == set(BLOCKS) - {0, 1, 2}
 
 
 def test_index_of_an_earlier_time_leads_to_no_wrong_bytes(tmp_path: Path) -> None:

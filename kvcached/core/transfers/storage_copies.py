@@ -7,13 +7,13 @@ holds already costs a question there, not a write.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.pieces import Piece
-from kvcached.core.index.run import Run, Segment
+from kvcached.core.index.run import KEY_SIZE, Run, Segment
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.messages import Effect, ForgetStored, StartBackup, TransferKind, span_of
 from kvcached.core.slots.ranges import append, no_ranges, one_range, pairs
@@ -301,12 +301,14 @@ def unmark_all(tree: PrefixTree) -> None:
             segment.back(0)
 
 
-def unmark_behind(tree: PrefixTree, keys: bytes, depth: int) -> None:
-    """The block of a chain at `depth`, and all that is behind it, may be in storage no more: the same for these."""
+def unmark_deleted(tree: PrefixTree, keys: bytes, depth: int, deleted: Container[bytes]) -> None:
+    """Storage has none of these blocks: of those that are behind the block of a chain at `depth`, the same holds."""
     for run, offset in tree.behind(keys, depth):
         segment = run.segments[HOST]
         if segment is not None:
-            segment.back(min(segment.backed, offset))
+            places = range(offset, segment.backed)
+            gone = (at for at in places if bytes(run.keys[at * KEY_SIZE : (at + 1) * KEY_SIZE]) in deleted)
+            segment.back(next(gone, segment.backed))
 
 
 def _unmark(run: Run, depth: int) -> None:

@@ -28,8 +28,8 @@ from kvcached.storage.backend import (
     Usage,
 )
 from kvcached.storage.disk.catalog import DiskCatalog, Place, Slot
-from kvcached.storage.disk.directory import DiskSettings, take_directory, validated
-from kvcached.storage.disk.index import IndexDamaged
+from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings, take_directory, validated
+from kvcached.storage.disk.index import IndexDamaged, sync_log
 from kvcached.storage.disk.slots import has_no_room, lack_of_room, slot_bytes_for
 
 
@@ -88,9 +88,16 @@ class DiskStorage(Storage):
         return [DONE if block.key in held else next(results) for block in blocks]
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
-        """Forget blocks. Their bytes stay on the disk until the slots are used again."""
+        """Forget blocks, for good once this returns. Their bytes stay on the disk until the slots are used again."""
         with self._locked() as catalog:
-            return catalog.delete(keys)
+            count = catalog.delete(keys)
+        sync_log(self._directory / INDEX_NAME)
+        return count
+
+    def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
+        """Forget wrong blocks. One that is there again after a loss of power is found wrong again."""
+        with self._locked() as catalog:
+            catalog.delete(keys)
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
         """Forget all such blocks, and delete the files that have no block left. Without a prefix all files go."""
