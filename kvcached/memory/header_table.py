@@ -68,9 +68,11 @@ class HeaderTable:
         self._words[chosen, 0] = 0
 
     def find(self, place: int, count: int, halves: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Which of `count` headers from `place` on have keys that begin with one of these halves."""
+        """Which of `count` headers from `place` on have keys that begin with one of these halves, which are sorted."""
         first = place // HEADER_BYTES
-        return np.flatnonzero(np.isin(self._words[first : first + count, _KEY_WORD], halves))
+        words = self._words[first : first + count, _KEY_WORD]
+        places = np.minimum(np.searchsorted(halves, words), len(halves) - 1)
+        return np.flatnonzero(halves[places] == words)
 
     def clear_places(self, places: npt.NDArray[np.int64]) -> None:
         """Zero the first words of some headers: they are no headers any more."""

@@ -155,7 +155,9 @@ class StorageVerbs:
             tell(0, "")
             return
         link, found = self.storage.link, self.format_of(namespace, generation)
-        if found is None or link.state is not LinkState.READY:
+        if found is None:
+            tell(0, "how its blocks lie there is not known: no engine has declared it")
+        elif link.state is not LinkState.READY:
             tell(0, f"it is {link.state}" + (f": {link.why}" if link.why else ""))
         else:
             delete_blocks(link.ask, found.stored().prefix(), keys, lambda over: tell(max(over.count, 0), _kept(over)))
