@@ -173,7 +173,7 @@ def test_deletion_has_what_the_read_has_left(
         return [DONE] * len(blocks)
 
     monkeypatch.setattr(storage._inner, "get", read)
-    monkeypatch.setattr(storage._inner, "delete", lambda keys, *, timeout_s: limits.append(timeout_s))
+    monkeypatch.setattr(storage._inner, "discard", lambda keys, *, timeout_s: limits.append(timeout_s))
 
     assert storage.get([asked(1)], timeout_s=10.0) == [ABSENT]
     assert limits == deletes
