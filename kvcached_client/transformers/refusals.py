@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from kvcached_client.transformers.model import Model
+from kvcached_client.transformers.model_code import replaced_code
 
 #: Parts of configurations of models that take nothing but tokens.
 _PARTS_OF_TEXT_MODELS: Final = frozenset(
@@ -27,7 +28,7 @@ def check_model(model: Model) -> None:
     """Raise ValueError where equal tokens need not have equal KV."""
     if model.training:
         raise ValueError("the model is in training mode, in which it computes something else: call model.eval()")
-    for reason in itertools.chain(_inputs(model), _weights(model), _attention(model)):
+    for reason in itertools.chain(_inputs(model), _weights(model), replaced_code(model), _attention(model)):
         raise ValueError(f"{type(model).__name__} {reason}")
     check_precision(model)
 

@@ -1,4 +1,4 @@
-"""Whose KV it is: a digest of a model's weights and configuration."""
+"""Whose KV it is: a digest of a model's weights, configuration and code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from blake3 import blake3
 
 from kvcached_client.keys import encode_fields
 from kvcached_client.transformers.model import Model
+from kvcached_client.transformers.model_code import foreign_code
 
 #: Of a configuration, what says nothing about the KV: two downloads of the same files share blocks.
 _IRRELEVANT: Final = frozenset({"_name_or_path", "transformers_version"})
 
 
 def identity(model: Model) -> bytes:
-    """32 bytes, the same for two models only if equal tokens have equal KV: a digest of weights and configuration.
+    """32 bytes, the same for two models only if equal tokens have equal KV.
 
-    Reads all weights once, at about the speed of memory where they are on the CPU.
+    A digest of weights, configuration and code. Reads all weights once, at about the speed of memory where they are on
+    the CPU.
 
     Raises:
-        ValueError: the model has weights that cannot be read.
+        ValueError: the model has weights, or code, that cannot be read.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in _IRRELEVANT}
     digest = blake3(
@@ -38,6 +40,8 @@ def identity(model: Model) -> bytes:
         ),
         max_threads=blake3.AUTO,
     )
+    if code := foreign_code(model):
+        digest.update(encode_fields("code", json.dumps(code)))
     first_names: dict[int, str] = {}
     for name, tensor in _weights(model):
         first = first_names.setdefault(id(tensor), name)
