@@ -16,30 +16,35 @@ from typing import Final, Self
 import numpy as np
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, OneProcessSession
 from kvcached_client.keys import KeyChain
 from kvcached_client.offload import PreparedStore
 from kvcached_client.protocol.offload import BLOCK_SIZE_MAX
+from kvcached_client.transformers.loaded_cache import cache_of
 from kvcached_client.transformers.model import Model, kv_tensors
 from kvcached_client.transformers.refusals import check_model, check_precision
-from kvcached_client.transformers.staging import Staging, cache_of
+from kvcached_client.transformers.staging import Staging
+from kvcached_client.transformers.turns import Turns, by_turns
 from kvcached_client.transformers.weights import identity
 
 _log: Final = logging.getLogger("kvcached_client")
 
 
-class PromptCache:
-    """Stored KV of the prompts of one model. Made by `connect`; a context manager, for one thread.
+class PromptCache(Turns):
+    """Stored KV of the prompts of one model. Made by `connect`; a context manager.
 
-    The model must stay as it is: after a change of its weights, connect again.
+    Several threads may use it: a call waits until the one before it is over. A forked child connects its own.
+
+    The model must stay as it is: after a change of its weights or its code, connect again.
     """
 
     def __init__(self, model: Model, run_dir: str | os.PathLike[str] | None, block_size: int, deadline_ms: int) -> None:
         """Use `connect`."""
-        if not 1 <= block_size <= BLOCK_SIZE_MAX:
-            raise ValueError(f"block_size {block_size}: a block has at least one token, and at most {BLOCK_SIZE_MAX}")
+        super().__init__()
+        if type(block_size) is not int or not 1 <= block_size <= BLOCK_SIZE_MAX:
+            raise ValueError(f"block_size {block_size!r}: a block has at least one token, and at most {BLOCK_SIZE_MAX}")
         check_model(model)
         self._model = model
         self._block_size = block_size
@@ -80,6 +85,7 @@ class PromptCache:
             pass
         return cache
 
+    @by_turns
     def load(self, input_ids: torch.Tensor) -> DynamicCache:
         """A cache for `generate` with the longest stored beginning of a prompt. At least one token is left to compute.
 
@@ -88,6 +94,7 @@ class PromptCache:
 
         Raises:
             ValueError: several prompts at once, torch.autocast is on, or this is closed.
+            RuntimeError: this process is a fork, or a signal handler has interrupted a call in the same thread.
         """
         self._check_use()
         tokens = _tokens(input_ids)
@@ -96,9 +103,9 @@ class PromptCache:
             if session is not None and not self._has_padding(tokens):
                 for chunk in self._loaded(session, tokens):
                     chunks.append(chunk)  # noqa: PERF402 - what came before a failure counts
-        config = self._model.config
-        return cache_of(config, chunks) if chunks else DynamicCache(config=config)
+        return cache_of(self._model.config, chunks)
 
+    @by_turns
     def store(self, sequence: torch.Tensor, cache: DynamicCache) -> int:
         """Store the full blocks of a sequence that a cache holds, as far as they are not stored.
 
@@ -112,16 +119,23 @@ class PromptCache:
         Raises:
             ValueError: several sequences at once, the cache is none of this model and sequence, torch.autocast is on,
                 or this is closed.
+            RuntimeError: as `load`.
         """
         self._check_use()
-        tokens, computed = _tokens(sequence), int(cache.get_seq_length())
+        tokens = _tokens(sequence)
+        if not isinstance(cache, Cache):
+            raise ValueError(f"the cache is a {type(cache).__name__}: give that which generate was given")  # noqa: TRY004
+        computed = int(cache.get_seq_length())
         if computed and not self._staging.fits(cache, computed):
             raise ValueError(
                 "the cache holds the KV of another model, of several sequences, or not of all tokens as they were "
                 "computed: give generate what load returned, or a DynamicCache or StaticCache"
             )
         if computed > len(tokens):
-            raise ValueError(f"the cache holds {computed} tokens and the sequence has {len(tokens)}: give all of it")
+            raise ValueError(
+                f"the cache holds {computed} tokens and the sequence has {len(tokens)}: give the whole sequence, and a "
+                "cache that no assisted generation was given"
+            )
         blocks = 0
         with self._engine.guarded() as session:
             if session is not None and not self._has_padding(tokens):
@@ -130,7 +144,18 @@ class PromptCache:
         return blocks * self._block_size
 
     def close(self) -> None:
-        """End the session; what is stored stays. `load` and `store` raise ValueError from then on."""
+        """End the session, behind the calls of other threads; what is stored stays.
+
+        `load` and `store` raise ValueError from then on. A forked child ends nothing, as the session is its parent's.
+
+        Raises:
+            RuntimeError: a signal handler has interrupted a call in the same thread. The session goes on.
+        """
+        if not self.is_forked:
+            self._end()
+
+    @by_turns
+    def _end(self) -> None:
         self._is_closed = True
         self._engine.close()
 
@@ -206,6 +231,9 @@ class PromptCache:
 
 
 def _tokens(sequence: torch.Tensor) -> list[int]:
+    if not isinstance(sequence, torch.Tensor):
+        fix = "give its .sequences" if hasattr(sequence, "sequences") else "give a tensor of shape [1, tokens]"
+        raise ValueError(f"tokens in a {type(sequence).__name__}: {fix}")  # noqa: TRY004 - as of any other wrong tokens
     if sequence.ndim != 2 or sequence.shape[0] != 1:  # noqa: PLR2004 - a batch, and tokens
         raise ValueError(f"tokens of shape {list(sequence.shape)}: one sequence at a time, [1, tokens]")
     tokens: list[int] = sequence[0].tolist()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from kvcached_client.blocks.pages import EnginePages
@@ -75,13 +74,3 @@ class Staging:
         return shapes == [
             (each.shape[0], each.shape[1], each.shape[3], each.dtype) for each in sources if each.shape[2] >= tokens
         ]
-
-
-def cache_of(config: PreTrainedConfig, chunks: Sequence[Sequence[torch.Tensor]]) -> DynamicCache:
-    """A cache that holds what was taken in chunks, one after the other."""
-    cache = DynamicCache(config=config)
-    with torch.inference_mode(mode=False):
-        tensors = [torch.cat(parts, dim=2) for parts in zip(*chunks, strict=True)]
-        for layer, (keys, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
-            cache.update(keys, values, layer)
-    return cache

@@ -55,12 +55,14 @@ def listener_of(connection: socket.socket) -> Listener:
     return Listener(pid, user)
 
 
-def check_deadline(deadline_ms: int) -> None:
+def check_deadline(deadline_ms: object) -> None:
     """Refuse a deadline that has passed before anything is sent, and one that is too far away to wait for.
 
     Raises:
-        ValueError: it is less than 1 ms, or more than `DEADLINE_MS_MAX`.
+        ValueError: it is no whole number, less than 1 ms, or more than `DEADLINE_MS_MAX`.
     """
+    if not isinstance(deadline_ms, int) or isinstance(deadline_ms, bool):
+        raise ValueError(f"deadline_ms is {deadline_ms!r}, a whole number is needed")  # noqa: TRY004 - as below
     if deadline_ms < 1:
         raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
     if deadline_ms > DEADLINE_MS_MAX:

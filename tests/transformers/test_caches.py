@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -191,3 +191,43 @@ def test_closed_prompt_cache_is_not_opened_again(run_dir: Path) -> None:
     with pytest.raises(ValueError, match="is closed: connect another one"):
         prompts.store(prompt, cache)
     assert prompts._engine._session is None
+
+
+def test_assisted_generation_is_refused(run_dir: Path) -> None:
+    """With a cache of `load`, found or not, it computes nothing: transformers would compute the prompt twice."""
+    model, prompt = llama(30), tokens(40)
+    options: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}, {"assistant_model": llama(31)}]
+    with PromptCache.connect(model, run_dir) as prompts:
+        for found in (0, 32):
+            for option in options:
+                cache = prompts.load(prompt)
+                assert cache.get_seq_length() == found
+                with pytest.raises(ValueError, match=r"assisted generation .* leave these options out"):
+                    model.generate(prompt, max_new_tokens=4, do_sample=False, **option, **{CACHE_ARGUMENT: cache})
+                assert cache.get_seq_length() == found
+            assert prompts.store(prompt, computed(model, prompt)) == 32
+
+
+def test_ordinary_generation_does_not_look_like_assisted_one(run_dir: Path) -> None:
+    """On some devices it would record the past of a cache that can be cropped."""
+    model = llama(32)
+    with PromptCache.connect(model, run_dir) as prompts:
+        assert not prompts.load(tokens(40)).is_croppable
+
+
+def test_wrong_arguments_are_named(run_dir: Path) -> None:
+    """What was given in place of tokens, of a cache, of a size or of a time, and what to give."""
+    model, prompt = llama(33), tokens(40)
+    with PromptCache.connect(model, run_dir) as prompts:
+        cache, wrong = prompts.load(prompt), cast("Any", [1, 2, 3])
+        options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, CACHE_ARGUMENT: cache}
+        with pytest.raises(ValueError, match=r"tokens in a Generate\w*Output: give its \.sequences"):
+            prompts.store(model.generate(prompt, **options), cache)
+        with pytest.raises(ValueError, match=r"tokens in a list: give a tensor of shape \[1, tokens\]"):
+            prompts.load(wrong)
+        with pytest.raises(ValueError, match=r"the cache is a list: give that which generate was given"):
+            prompts.store(prompt, wrong)
+    with pytest.raises(ValueError, match="block_size True"):
+        PromptCache.connect(model, run_dir, block_size=True)
+    with pytest.raises(ValueError, match=r"deadline_ms is 1\.5, a whole number is needed"):
+        PromptCache.connect(model, run_dir, deadline_ms=cast("int", 1.5))

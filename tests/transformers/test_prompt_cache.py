@@ -190,7 +190,7 @@ def test_what_does_not_fit_together_is_refused(run_dir: Path) -> None:
             prompts.load(tokens(40).repeat(2, 1))
         cache = DynamicCache(config=model.config)
         output = generated(model, tokens(40), cache)
-        with pytest.raises(ValueError, match="give all of it"):
+        with pytest.raises(ValueError, match="give the whole sequence"):
             prompts.store(output[:, :40], cache)
         theirs = DynamicCache(config=other.config)
         generated(other, tokens(40), theirs)
