@@ -15,8 +15,11 @@ from kvcached_client.errors import ErrorCode, KvcachedError, RequestError, Trans
 #: some 50 microseconds, so even thousands of engines that wait cost the machine nothing.
 _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.25
-#: What a daemon answers whose workers are being started again, that is about to end, or that is clearing a replica.
-_MENDED_BY_WAITING: Final = frozenset({ErrorCode.WORKER_LOST, ErrorCode.DRAINING, ErrorCode.CLEARING})
+#: What a daemon answers whose workers are being started again, that is about to end, that is clearing a replica, or
+#: whose pool has an engine: this one may have ended, or be about to.
+_MENDED_BY_WAITING: Final = frozenset(
+    {ErrorCode.WORKER_LOST, ErrorCode.DRAINING, ErrorCode.CLEARING, ErrorCode.POOL_BUSY}
+)
 
 
 class Closable(Protocol):

@@ -128,7 +128,7 @@ def test_waiting_ends(run_dir: Path) -> None:
         asyncio.run(AsyncClient.connect(run_dir, wait_s=0.05))
 
 
-@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.WORKER_LOST, ErrorCode.CLEARING])
+@pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.WORKER_LOST, ErrorCode.CLEARING, ErrorCode.POOL_BUSY])
 def test_daemon_that_is_not_ready_is_asked_again(daemon: FakeDaemon, code: ErrorCode) -> None:
     """A daemon that refuses because of what passes by is asked until it serves."""
     refusing(daemon, code, times=2)
@@ -136,9 +136,7 @@ def test_daemon_that_is_not_ready_is_asked_again(daemon: FakeDaemon, code: Error
         assert len(daemon.of(Hello)) == 3
 
 
-@pytest.mark.parametrize(
-    "code", [ErrorCode.FORBIDDEN, ErrorCode.POOL_BUSY, ErrorCode.ASLEEP, ErrorCode.UNSUPPORTED_VERSION]
-)
+@pytest.mark.parametrize("code", [ErrorCode.FORBIDDEN, ErrorCode.ASLEEP, ErrorCode.UNSUPPORTED_VERSION])
 def test_what_waiting_does_not_mend_is_raised_at_once(daemon: FakeDaemon, code: ErrorCode) -> None:
     """A refusal that stays one is raised after the first attempt, whatever the patience."""
     refusing(daemon, code, times=2)
