@@ -15,7 +15,7 @@ from kvcached_client.keys import KeyChain
 from kvcached_client.lease_steps import LeaseSteps
 from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN, Acquire, Acquired, Release
 from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, TENANT_CHARS_MAX
-from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, grant_of
+from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, check_number, grant_of
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import Steps, complete
@@ -281,7 +281,9 @@ def _check_unused(channel: SessionChannel, name: str, lease: LeaseSteps | None) 
 
 
 def _check_prompt(tokens: int, prompt_tokens: int | None, reserve_tokens: int, cache: str, priority: int) -> None:
-    if prompt_tokens is not None and not 1 <= prompt_tokens <= tokens:
+    check_number("reserve_tokens", reserve_tokens)
+    check_number("priority", priority)
+    if prompt_tokens is not None and not 1 <= check_number("prompt_tokens", prompt_tokens) <= tokens:
         raise bad_value(
             f"{prompt_tokens} tokens of the prompt, but the chain holds {tokens}",
             "prompt_tokens says how many of the chain's tokens are the prompt, at least one",

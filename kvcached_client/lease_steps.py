@@ -24,7 +24,16 @@ from kvcached_client.errors import (
 from kvcached_client.failpoints import failpoint
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import Allocate, Allocated, Commit, Committed, Load, Loaded, Release, Released
-from kvcached_client.protocol.grants import NOTHING, Declaration, Grant, Slots, blocks_of, check_fence, ranges_of
+from kvcached_client.protocol.grants import (
+    NOTHING,
+    Declaration,
+    Grant,
+    Slots,
+    blocks_of,
+    check_fence,
+    check_number,
+    ranges_of,
+)
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.connection import InUse
 from kvcached_client.transport.misses import FailureReason
@@ -76,6 +85,7 @@ class LeaseSteps:
         self._cacheable_blocks = cacheable_blocks
         self._slots = slots
         self._is_held = self.granted
+        self._is_given_back = False  #: its slots may be those of others
         self._fence = NO_FENCE  #: the highest that was named
         #: Sent without a reply in time: whether it took effect is unknown.
         self._unsettled: tuple[Allocate | Commit | Release, tuple[bytes, ...]] | None = None
@@ -110,7 +120,14 @@ class LeaseSteps:
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
-        """The slot of each block of the request: int32 ``[blocks]``, read-only. `allocate` makes a new array."""
+        """The slot of each block of the request: int32 ``[blocks]``, read-only. `allocate` makes a new array.
+
+        Raises:
+            Refused: the lease is released, and its slots may be those of others. Not because the session is over: then
+                they are nobody's until its processes have ended.
+        """
+        if self._is_given_back or self._is_release_unheard:
+            raise request_error(ErrorCode.ALREADY_RELEASED, f"lease {self.id} is released", "acquire again")
         table = self._slots.table
         table.flags.writeable = False
         return table
@@ -140,6 +157,7 @@ class LeaseSteps:
     def allocating(self, tokens: int) -> Steps[None]:
         """`Lease.allocate`."""
         self._await_last()
+        tokens = check_number("tokens", tokens)
         if not self.granted:
             return
         with self._missable():
@@ -267,6 +285,7 @@ class LeaseSteps:
         self.reason = self._channel.misses.last_reason
 
     def _commit_stop(self, computed_tokens: int) -> int:
+        computed_tokens = check_number("computed_tokens", computed_tokens)
         if not 0 <= computed_tokens <= min(self._chain.token_count, self.capacity_tokens):
             raise bad_value(
                 f"{computed_tokens} computed tokens, but the chain has {self._chain.token_count} tokens "
@@ -373,13 +392,14 @@ class LeaseSteps:
     def _note_gone(self) -> None:
         """A release found no daemon: the lease is over, and is not declared to the next daemon."""
         if self._channel.is_gone and self._is_held:
-            self._is_held = False
+            self._is_held, self._is_given_back = False, True
             if self._reserve is not None:
                 self._reserve.give(self._borrowed.table, self._fence)
 
     def _note_refusal(self, error: RequestError) -> None:
         if isinstance(error, Stale) or error.code in _NOT_OURS:
             self._is_held = False
+        self._is_given_back |= error.code in _NOT_OURS
 
     def _send(self, request: Allocate | Commit | Release, frames: tuple[bytes, ...], deadline_ns: int | None) -> None:
         """Send a request, which is unsettled from before it is sent: an interrupt may come right behind the sending."""
@@ -417,4 +437,4 @@ class LeaseSteps:
         elif isinstance(reply, Allocated):
             self._slots += ranges_of(reply_frames[0], reply.blocks)
         else:
-            self._is_held = False
+            self._is_held, self._is_given_back = False, True

@@ -49,7 +49,8 @@ _CLIENT_OF: Final = {"vllm": _VLLM, "engine": _ENGINE}
     type=click.Choice(["vllm", "engine"]),
     default="vllm",
     show_default=True,
-    help="vllm: a host pool for engines with their own device memory. engine: a pool that the daemon owns.",
+    help="vllm: a host pool for engines with their own device memory: vLLM, SGLang, transformers. engine: a pool that "
+    "the daemon owns.",
 )
 @click.option(
     "--disk",

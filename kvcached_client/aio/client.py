@@ -133,6 +133,8 @@ class AsyncClient(ClientSteps):
         if self._channel.is_forked:  # the loop, and whoever waits in it, are the parent's
             self.close()
             return
+        if self._replies is not None and self._replies.is_loop_closed:
+            self._forget_replies()  # the goodbye's reply is awaited in the loop that runs
         try:
             await self._carry_out(self.leaving())
             if self._channel.is_waiting_in_vain:

@@ -39,6 +39,11 @@ class Replies:
         for descriptor in self._descriptors:
             loop.add_reader(descriptor, self.wake)
 
+    @property
+    def is_loop_closed(self) -> bool:
+        """Whether the tasks that were to be woken are no more."""
+        return self._loop.is_closed()
+
     async def carry_out(self, steps: Steps[T]) -> T:
         """A call's result. If the task is cancelled, the call is given up as after a missed deadline.
 
@@ -108,9 +113,12 @@ class Replies:
             await self._no_call
 
     def close(self) -> None:
-        """Watch the channel no longer; who still waits gives its call up. Does nothing the second time."""
+        """Watch the channel no longer; who still waits gives its call up. Does nothing the second time.
+
+        A loop that is closed watches nothing, and nobody waits in it.
+        """
         descriptors, self._descriptors = self._descriptors, ()
-        if self._channel.is_forked:
+        if self._channel.is_forked or self.is_loop_closed:
             return
         for descriptor in descriptors:
             self._loop.remove_reader(descriptor)

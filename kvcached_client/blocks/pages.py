@@ -222,8 +222,8 @@ class EnginePages:
                 be written, blocks are not contiguous or share bytes with other blocks, or the tensors differ in their
                 number of blocks.
         """
-        if not tensors:
-            raise _unusable("there is no tensor", "register the engine's KV tensors first")
+        if not (tensors and isinstance(tensors, Mapping)):
+            raise _unusable("there is no tensor with a name", "register a dict of the engine's KV tensors, by layer")
         views = {name: _view(name, tensor) for name, tensor in tensors.items()}
         found = [(name, _of_blocks(part, blocks)) for name, view in views.items() for part in _parts(name, view)]
         parts = [(name, part, *_pages(name, part)) for name, part in found]

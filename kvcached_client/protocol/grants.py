@@ -223,13 +223,27 @@ def check_keys(keys: bytes) -> bytes:
     return keys
 
 
+def check_number(what: str, number: object) -> int:
+    """A whole number as an int.
+
+    Raises:
+        BadRequest: it is something else.
+    """
+    try:
+        if not isinstance(number, bool):
+            return index(number)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise bad_value(f"{what} {number!r}", "give a whole number")
+
+
 def check_fence(fence: FenceSequence) -> FenceSequence:
     """A fence as an int.
 
     Raises:
         BadRequest: it does not fit into a message.
     """
-    named = FenceSequence(index(fence))
+    named = FenceSequence(check_number("fence", fence))
     if not 0 <= named <= INTEGER_MAX:
         raise bad_value(f"fence {named}", f"fences are numbers from 0 to {INTEGER_MAX}")
     return named

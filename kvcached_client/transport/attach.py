@@ -22,6 +22,7 @@ from kvcached_client.errors import (
     DaemonUnreachable,
     ErrorCode,
     bad_reply,
+    bad_value,
     request_error,
 )
 from kvcached_client.protocol.attach import (
@@ -166,7 +167,7 @@ def join(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedMemory:
     Raises:
         DaemonUnreachable, RequestError, ValueError: as `identify`.
     """
-    question = Join(session=grant.id, token=grant.token, shard=shard)
+    question = _joining(grant, shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, Joined, JOINED_DESCRIPTORS, deadline_ms)
     pool, progress, *events = descriptors
     return JoinedMemory(connection, reply, pool, progress, tuple(events))
@@ -189,7 +190,7 @@ def join_host(grant: SessionGrant, shard: int, *, deadline_ms: int) -> JoinedHos
     Raises:
         DaemonUnreachable, RequestError, ValueError: as `identify`.
     """
-    question = Join(session=grant.id, token=grant.token, shard=shard)
+    question = _joining(grant, shard)
     connection, reply, descriptors = _ask(grant.run_dir, question, JoinedHost, 1, deadline_ms)
     return JoinedHostMemory(connection, reply, descriptors[0])
 
@@ -217,6 +218,12 @@ def claim_pool(run_dir: str | os.PathLike[str], question: ClaimPool, *, deadline
     connection, reply, descriptors = _ask(run_dir, question, ClaimedPool, count, deadline_ms)
     connection.close()
     return PoolDescriptors(reply, descriptors[0], None if question.rank is None else descriptors[1])
+
+
+def _joining(grant: object, shard: int) -> Join:
+    if not isinstance(grant, SessionGrant):
+        raise bad_value(f"a {type(grant).__name__} in place of a session grant", "pass client.session")
+    return Join(session=grant.id, token=grant.token, shard=shard)
 
 
 def _ask(

@@ -96,8 +96,9 @@ def test_a_request_from_acquire_to_finish(daemon: FakeDaemon) -> None:
             assert (lease.granted, lease.hit_tokens, lease.capacity_tokens) == (True, 0, 12)
             await lease.allocate(20)
             await lease.commit(4)
+            table = lease.block_table.tolist()
             await lease.finish(10)
-        return lease.block_table.tolist(), lease.depth, await client.match(chain)
+        return table, lease.depth, await client.match(chain)
 
     assert run(daemon, work) == ([0, 1, 2, 3, 4], 1, 2)
     assert [type(request).__name__ for request, _ in daemon.requests] == [
@@ -484,3 +485,16 @@ def test_reply_that_another_call_reads_wakes_its_task(daemon: FakeDaemon) -> Non
         return lease.depth
 
     assert run(daemon, work, deadline_ms=60_000) == 2
+
+
+def test_client_of_a_loop_that_is_closed_can_be_closed_in_another(daemon: FakeDaemon) -> None:
+    """It says goodbye there, as it would have done in its own."""
+
+    async def connected() -> AsyncClient:
+        client = await AsyncClient.connect(daemon.run_dir, heartbeat=False)
+        await client.match(client.chain(range(8)))
+        return client
+
+    client = asyncio.run(connected())
+    asyncio.run(client.aclose())
+    assert len(daemon.of(Bye)) == 1

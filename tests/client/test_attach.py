@@ -11,11 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvcached_client import (
     Admin,
+    BadRequest,
     Client,
     DaemonSilent,
     DaemonUnreachable,
@@ -37,7 +39,7 @@ from kvcached_client.protocol.attach import (
     encode_attach,
 )
 from kvcached_client.transport import listener
-from kvcached_client.transport.attach import identify
+from kvcached_client.transport.attach import identify, join_host
 from kvcached_client.transport.listener import Listener
 from tests.client.descriptors import no_descriptor_left, take_all_descriptors
 
@@ -255,3 +257,19 @@ def test_unexpected_descriptors_are_closed(listen: Callable[[Behaviour], Path], 
         identify(listen(behave), deadline_ms=5000)
     closed_by_sender.wait()
     assert not any("memfd:unasked" in str(path.resolve()) for path in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.parametrize("deadline_ms", [1.5, True, "1"])
+def test_deadline_is_a_whole_number(tmp_path: Path, deadline_ms: Any) -> None:
+    """Another kind of number is refused by its name."""
+    with pytest.raises(ValueError, match=r"deadline_ms is .* a whole number is needed"):
+        identify(tmp_path, deadline_ms=deadline_ms)
+
+
+def test_client_is_no_session_grant(tmp_path: Path) -> None:
+    """What is asked for has the client: the error names it."""
+    nothing: Any = object()
+    with pytest.raises(BadRequest, match=r"a object in place of a session grant.*client\.session"):
+        map_pool(nothing)
+    with pytest.raises(BadRequest, match=r"in place of a session grant"):
+        join_host(nothing, 0, deadline_ms=1)

@@ -342,3 +342,10 @@ def test_torch_tensors_without_memory_are_refused() -> None:
         EnginePages.of_tensors({"a": freed})
     with pytest.raises(BadRequest, match="a is no tensor that can be used"):
         EnginePages.of_tensors({"a": torch.zeros((5, 4, 16)).to_sparse()})
+
+
+def test_tensors_have_names() -> None:
+    """A list of them is refused, as nothing is."""
+    tensors: Any = [np.zeros((4, 2, 16, 1, 8), np.float32)]
+    with pytest.raises(BadRequest, match=r"there is no tensor with a name .*a dict of"):
+        EnginePages.of_tensors(tensors)

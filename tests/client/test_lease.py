@@ -411,3 +411,37 @@ def test_stale_lease_is_not_given_back(daemon: FakeDaemon, connect: Connect) -> 
     with pytest.raises(Stale), client.acquire("a", client.chain(range(8))) as lease:
         lease.commit(8)
     assert daemon.of(Release) == []
+
+
+@pytest.mark.parametrize("number", [7.9, "8", [1], True])
+def test_tokens_are_whole_numbers(daemon: FakeDaemon, connect: Connect, number: Any) -> None:
+    """Another kind of number is refused where it was given; numbers of NumPy are taken, and the lease is unchanged."""
+    client = connect()
+    chain = client.chain(range(8))
+    for option in ("reserve_tokens", "prompt_tokens", "priority"):
+        with pytest.raises(BadRequest, match=f"{option} .*whole number"):
+            client.acquire("a", chain, **{option: number})
+    lease = client.acquire("a", chain, reserve_tokens=np.int64(4))  # type: ignore[arg-type]
+    for call in (lease.allocate, lease.commit, lease.finish):
+        with pytest.raises(BadRequest, match=r"tokens .*whole number"):
+            call(number)
+    with pytest.raises(BadRequest, match=r"fence .*whole number"):
+        lease.commit(8, fence=number)
+    lease.commit(np.int32(8))  # type: ignore[arg-type]
+    assert (len(daemon.of(Acquire)), len(daemon.of(Allocate)), len(commits(daemon))) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_released_lease_has_no_block_table(daemon: FakeDaemon, connect: Connect, wait: bool) -> None:
+    """Its slots may be those of others. That of a lease whose session is over stays: its engine may still compute."""
+    client = connect()
+    lease = client.acquire("a", client.chain(range(8)))
+    lease.release(wait=wait)
+    with pytest.raises(Refused, match=r"is released.*acquire again"):
+        _ = lease.block_table
+    stale = client.acquire("b", client.chain(range(8)))
+    table = stale.block_table.tolist()
+    daemon.script = lambda request, _: (error_reply(request.id, request_error(ErrorCode.NO_SESSION, "over", "-")), [])
+    with pytest.raises(Stale):
+        stale.commit(8)
+    assert stale.block_table.tolist() == table
