@@ -148,8 +148,8 @@ class OffloadShard:
             # Takes the connection over.
             channel = Channel(rpc_endpoint(grant.run_dir), deadline_ms=deadline_ms, attached=joined.connection)
         except BaseException:
-            joined.connection.close()
             _release(memory)
+            joined.connection.leave()
             raise
         finally:
             os.close(joined.memory)
@@ -251,14 +251,18 @@ class OffloadShard:
         return self._channel.attach_fileno()
 
     def close(self) -> None:
-        """Unmap the host pool and close the connections, when all loads are reported, or after a deadline.
+        """Unmap the host pool and leave the session, when all loads are reported, or after a deadline.
 
-        Another thread may call it while one copies: it waits until that copy has been reported. No copy follows.
+        The session goes on, and so do the copies of other shards; what this one was to copy fails. Another thread may
+        call it while one copies: it waits until that copy has been reported. No copy follows.
         """
         with self._copying:
             memory, self._memory = self._memory, None
             _release(memory)
-            self._channel.close(linger_ms=self._channel.deadline_ms)
+            del memory
+            if not self._channel.is_forked:
+                self._reports.wait()  # or the daemon might hear of the end before it hears of the loads
+            self._channel.close(linger_ms=self._channel.deadline_ms, leaves=True)
 
     def __enter__(self) -> Self:
         return self

@@ -25,12 +25,14 @@ from kvcached.core.transfers.prefix_locks import PrefixLocks
 from kvcached.core.transfers.store_waits import longest_hit
 from kvcached.core.transfers.table import TransferTable
 from kvcached.core.transfers.transfer import EngineTransfer
-from kvcached_client.types import LeaseId, SessionId, TransferId
+from kvcached_client.types import LeaseId, SessionId, ShardIndex, TransferId
 
 #: Copies of one session under way. A store has as many blocks as its message, so this is far above what engines need.
 TRANSFERS_PER_SESSION_MAX = 16_384
 #: The failure of a copy whose session has expired or ended.
 _OVER = "the session is over"
+#: The failure of a copy that a shard had not made when it left.
+_LEFT = "a shard has left the session"
 
 
 class LoadPlan(NamedTuple):
@@ -159,6 +161,26 @@ class Offload:
         """Expire sessions that went silent; nobody where the tick itself was late."""
         for session in self.sessions.silent(now_ms, late=late):
             self.expire(session)
+
+    def shard_joined(self, session_id: SessionId, shard: ShardIndex) -> None:
+        """A process copies as this shard from now on."""
+        self.sessions.active(session_id).left.discard(shard)
+
+    def shard_left(self, session_id: SessionId, shard: ShardIndex) -> list[TransferId]:
+        """No process reads or writes slots as this shard any more: what it has not copied fails.
+
+        Returns the copies that nobody else is to make. Until a process has joined as this shard, no other is started.
+        """
+        session = self.sessions[session_id]
+        session.left.add(shard)
+        waiting = [copy for copy in session.transfers.values() if shard in copy.waiting]
+        ended = [copy for copy in waiting if self._copies.settled(copy, shard, _LEFT)]
+        for copy in ended:
+            self._copies.end(session, copy)
+        self.namespaces.drop_retired()
+        if session.state is SessionState.EXPIRED:
+            self._end_if_nothing_is_left(session)
+        return [copy.id for copy in ended]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -393,8 +415,10 @@ class Offload:
         return self._copies.start(session, TransferKind.LOAD, tree, run, [Piece(start, end)], slots)
 
     def _may_copy(self, session: OffloadSession) -> bool:
-        return not self.paused and len(session.transfers) < TRANSFERS_PER_SESSION_MAX
+        return not (self.paused or session.left) and len(session.transfers) < TRANSFERS_PER_SESSION_MAX
 
     def _check_room(self, session: OffloadSession) -> None:
+        if session.left:
+            raise Refusal(Why.SHARD_LEFT, shard=min(session.left), session=session.id)
         if len(session.transfers) >= TRANSFERS_PER_SESSION_MAX:
             raise Refusal(Why.TRANSFERS_FULL, transfers=len(session.transfers))

@@ -39,6 +39,7 @@ class Why(Enum):
     NO_SUCH_SESSION = "no_such_session", ErrorCode.NO_SESSION
     COMMIT_OUT_OF_ORDER = "commit_out_of_order", ErrorCode.OUT_OF_ORDER
     NOT_DECLARING = "not_declaring", ErrorCode.OUT_OF_ORDER
+    SHARD_LEFT = "shard_left", ErrorCode.OUT_OF_ORDER
     STORE_OUT_OF_ORDER = "store_out_of_order", ErrorCode.OUT_OF_ORDER
     COPIES_PAUSED = "copies_paused", ErrorCode.PAUSED
     DECLARED_ALREADY = "declared_already", ErrorCode.REQUEST_CONFLICT

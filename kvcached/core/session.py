@@ -21,7 +21,7 @@ from kvcached.core.slots.ranges import (
 from kvcached.core.slots.slots import SlotPool
 from kvcached.core.slots.states import SESSION_TRANSITIONS, SessionState, follow
 from kvcached.core.transfers.transfer import EngineTransfer
-from kvcached_client.types import LeaseId, SessionId, TransferId
+from kvcached_client.types import LeaseId, SessionId, ShardIndex, TransferId
 
 #: A scheduler runs hundreds of requests at once and queues thousands; beyond that something does not release.
 LEASES_PER_SESSION_MAX = 16_384
@@ -121,6 +121,7 @@ class OffloadSession(Session):
         read_only: it stores nothing: what it offers is passed over.
         transfers: copies that its processes are not through with.
         quarantined: host slots that they could write when it expired, with the pool that they are of.
+        left: shards whose processes have left it: no copy is ordered that would wait for them.
     """
 
     leases: Leases[OffloadLease] = field(default_factory=Leases, kw_only=True)
@@ -128,6 +129,7 @@ class OffloadSession(Session):
     read_only: bool = field(default=False, kw_only=True)
     transfers: dict[TransferId, EngineTransfer] = field(default_factory=dict)
     quarantined: list[tuple[SlotPool, Ranges[int]]] = field(default_factory=list)
+    left: set[ShardIndex] = field(default_factory=set)
 
     @property
     def tree(self) -> PrefixTree:

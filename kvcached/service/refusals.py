@@ -117,6 +117,10 @@ WORDS: Final[Mapping[Why, tuple[str, str]]] = {
         "session {session} has declared what it holds, or had nothing to declare",
         "declare after a resumed hello, before anything else",
     ),
+    Why.SHARD_LEFT: (
+        "shard {shard} has left session {session}, and would never make the copy",
+        "close shards when no copy is to follow, or let one join as that shard again",
+    ),
     Why.STORE_OUT_OF_ORDER: (
         "the store starts at block {start}, lease {lease} is at {reached}",
         "offer blocks in the order of the chain, each once",

@@ -384,9 +384,13 @@ class Service:
             self.on_event(MemberLost(group.session) if living else MembersDied(group.session))
 
     def leave(self, peer: Peer) -> None:
-        """A shard process no longer uses its pool."""
-        self._forget(self._admission.leave(peer))
-        self.state_writer.keep()
+        """A shard process no longer uses its pool, or the host pool."""
+        for group in self._groups.of_peer(peer):
+            if self._offload.owns(group.session):
+                self._offload.leave(group, peer)
+        self._forget([*self._offload_admission.take_departed(), *self._admission.leave(peer)])
+        self.carry_out()
+        self._settle()
 
     def peer_closed(self, peer: Peer) -> bool:
         """A process closed its connection, but may live. Returns whether a session needs it watched."""

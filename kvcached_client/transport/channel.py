@@ -263,10 +263,11 @@ class Channel(OneThread):
         self._calls.abandon(RequestId(request.id))
         return self._connection.send(parts)
 
-    def close(self, *, linger_ms: int = 0) -> None:
+    def close(self, *, linger_ms: int = 0, leaves: bool = False) -> None:
         """Close both connections. Does nothing the second time.
 
-        Queued messages have `linger_ms` to be sent, but none after `never_wait`.
+        Queued messages have `linger_ms` to be sent, but none after `never_wait`. With `leaves` the daemon is told, as
+        by `AttachConnection.leave`.
 
         Raises:
             InUse: another thread is inside a call.
@@ -280,7 +281,9 @@ class Channel(OneThread):
             while self._connection.events & select.POLLOUT and _remaining_ms(deadline_ns) and self._poll(deadline_ns):
                 pass
         self._connection.close()
-        if self._attached is not None:
+        if self._attached is not None and leaves:
+            self._attached.leave()
+        elif self._attached is not None:
             self._attached.close()
 
     def _check_usable(self) -> None:

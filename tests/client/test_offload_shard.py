@@ -36,6 +36,7 @@ from kvcached_client.offload_shard import STORES_PER_REPORT_MAX, BlockJob, Offlo
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Header, Request, Settled, TransferDone, error_reply
 from kvcached_client.transport import steps
+from kvcached_client.transport.attach import AttachConnection
 from kvcached_client.types import TransferId, Verify
 from tests.client.descriptors import held_here_and_in_a_child
 from tests.client.fake_daemon import SILENCE, TOKEN, FakeDaemon
@@ -490,6 +491,22 @@ def test_closed_shard_unmaps_the_memory(shard: OffloadShard, pool: int) -> None:
     shard.close()
     gc.collect()
     assert maps_of(pool) == []
+
+
+def test_closed_shard_leaves_the_session(shard: OffloadShard, pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so when the memory is unmapped, once, and behind the replies to all reports."""
+    leave, said = AttachConnection.leave, list[tuple[list[str], int]]()
+
+    def noted(connection: AttachConnection) -> None:
+        said.append((maps_of(pool), len(shard._reports._calls)))
+        leave(connection)
+
+    monkeypatch.setattr(AttachConnection, "leave", noted)
+    shard.store(store_job())
+    shard.load(load_job())
+    shard.close()
+    shard.close()
+    assert said == [([], 0)]
 
 
 def test_mapping_is_shared_and_kept_from_forks_and_core_dumps(shard: OffloadShard, pool: int) -> None:

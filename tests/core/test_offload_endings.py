@@ -18,7 +18,8 @@ from kvcached.core.messages import (
     TransferKind,
 )
 from kvcached.core.slots.ranges import one_range
-from tests.core.engine import TTL_MS, refused
+from kvcached_client.types import ShardIndex
+from tests.core.engine import BLOCK_SIZE, TTL_MS, keys_of, refused
 from tests.core.offload_engine import OffloadEngine, endings
 from tests.core.tier_world import slots_of
 
@@ -194,3 +195,46 @@ def test_goodbye_of_all_gives_everything_back(cache: Cache, engine: OffloadEngin
     assert endings(cache) == [SessionEnded(engine.session, 2)]
     assert engine.host.protected == 0
     assert cache.offload.transfers == []
+
+
+def test_copies_that_a_shard_has_left_behind_fail(cache: Cache, engine: OffloadEngine) -> None:
+    """A store and a load that only it had not made are over, and their slots free; others go on until they are made."""
+    engine.store("ab")
+    lease = engine.acquire("abcd")
+    store, load, other = engine.prepare(lease, "abcd"), engine.load(lease), engine.prepare(engine.acquire("x"), "x")
+    for kind, transfer in ((TransferKind.STORE, store.transfer), (TransferKind.LOAD, load.transfer)):
+        cache.offload.transfer_done(engine.session, kind, transfer, 1)
+    assert cache.offload.shard_left(engine.session, ShardIndex(0)) == [store.transfer, load.transfer]
+
+    assert list(cache.offload.sessions[engine.session].transfers) == [other.transfer]
+    assert (engine.hit("abcd"), engine.states) == (2, (5, 1, 2, 0))
+    cache.offload.transfer_done(engine.session, TransferKind.STORE, other.transfer, 1)
+    assert (engine.hit("x"), engine.states[1]) == (0, 0)
+
+
+def test_no_copy_waits_for_a_shard_that_has_left(cache: Cache, engine: OffloadEngine) -> None:
+    """Copies are refused until a process is that shard again; nothing else is, and an acquire announces no load."""
+    engine.store("ab")
+    lease = engine.acquire("abcd")
+    cache.offload.shard_left(engine.session, ShardIndex(1))
+    with refused("out_of_order"):
+        engine.load(lease)
+    with refused("out_of_order"):
+        engine.prepare(lease, "abcd")
+    held = cache.offload.acquire(engine.session, "r", keys_of("ab"), 2 * BLOCK_SIZE, full=True, load_from=0)
+    assert (held.hit, held.load, engine.hit("ab")) == (2, 0, 2)
+
+    cache.offload.shard_joined(engine.session, ShardIndex(1))
+    engine.commit(engine.prepare(lease, "abcd").transfer)
+    assert engine.hit("abcd") == 4
+
+
+def test_load_of_a_lost_session_ends_with_the_shard_that_leaves(cache: Cache, engine: OffloadEngine) -> None:
+    """Nobody reads its slots any more."""
+    engine.store("ab")
+    engine.load(engine.acquire("ab"))
+    cache.handle(MemberLost(engine.session))
+    cache.offload.shard_left(engine.session, ShardIndex(0))
+    assert engine.session in cache.offload.sessions
+    cache.offload.shard_left(engine.session, ShardIndex(1))
+    assert endings(cache)[-1] == SessionEnded(engine.session, 0)

@@ -72,6 +72,10 @@ class ShardMemory:
             for number, tensor in enumerate(self.tensors)
         )
 
+    def close(self) -> None:
+        """Leave the session."""
+        self._joined.close()
+
     @property
     def _joined(self) -> OffloadShard:
         assert self.link is not None
@@ -185,7 +189,7 @@ def run_scheduler(run_dir: str, instance: str, shards: str, page_bytes: str, *ow
 
 
 def run_shard(_: str, __: str, page_bytes: str, shard: str) -> None:
-    """Commands: ``join GRANT``, ``copy ORDER``."""
+    """Commands: ``join GRANT``, ``copy ORDER``, ``close``."""
     memory = ShardMemory(int(shard), int(page_bytes))
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
@@ -196,6 +200,8 @@ def run_shard(_: str, __: str, page_bytes: str, shard: str) -> None:
                 order = msgspec.json.decode(argument, type=Order)
                 say("begins")
                 say(outcome(partial(memory.store, order)))
+            case "close":
+                say(outcome(memory.close))
 
 
 def store_all(memories: list[ShardMemory], order: Order) -> None:

@@ -304,6 +304,26 @@ def test_killed_shard_ends_the_session_but_its_slots_wait_for_the_others(
     assert is_sound(daemon)
 
 
+def test_shard_that_closes_and_ends_takes_nothing_along(daemon: RunningDaemon, processes: Processes) -> None:
+    """The session goes on, and what other shards are still storing is found."""
+    scheduler, grant = processes.scheduler()
+    shards = [processes.shard(number, grant) for number in range(SHARDS)]
+    order = scheduler.ask("prepare a 4")
+    assert [shards[0].ask(f"copy {order}"), shards[0].hear()] == ["begins", "done"]
+    assert shards[0].ask("close") == "done"
+    shards[0].finish()
+    assert shards[0].process.wait(10) == 0
+    host(daemon.run_dir)  # when it has answered, the daemon has seen that end
+
+    assert [shards[1].ask(f"copy {order}"), shards[1].hear()] == ["begins", "done"]
+    assert scheduler.ask("hit a 4") == "4"
+    shards[1].ask("close")
+    assert scheduler.ask("bye") == "bye"
+    seconds_until(daemon.run_dir, nothing_held)
+    with engine_on(daemon) as other:
+        assert other.load("a", 4) == 4
+
+
 def test_dead_scheduler_is_survived_by_its_shards_slots(daemon: RunningDaemon, processes: Processes) -> None:
     """When the scheduler dies, a living shard's words are refused and its slots set aside until it is dead, too."""
     scheduler, grant = processes.scheduler()

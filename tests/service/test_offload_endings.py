@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from kvcached.core.messages import TransferKind
 from kvcached.core.restart.restore import RestoredCache
+from kvcached.monitoring.timing import Executor
 from kvcached.service.sessions import FoundSession, Peer
 from kvcached_client.errors import ErrorCode
 from kvcached_client.protocol import engine as wire
@@ -253,3 +255,48 @@ def test_session_of_several_engines_is_over_when_each_is_through(office: Offload
     assert session in office.cache.offload.sessions
     assert left(FakePeer(3), FakePeer(2), OTHER_INSTANCE, b"\0\0\0\0\4") == []
     assert session not in office.cache.offload.sessions
+
+
+def test_session_goes_on_without_a_shard_that_has_left(office: OffloadOffice) -> None:
+    """Its death ends nothing then. Copies for it are refused until it joins again, and what it left behind is over."""
+    shards = FakePeer(2), FakePeer(3)
+    welcome = office.attach(FakePeer(1))
+    for number, shard in enumerate(shards):
+        office.join(shard, welcome, number)
+    plan = office.storing(2)
+    office.expect(wire.Settled, office.transfer_done(welcome, plan.transfer, 1))
+    office.service.leave(shards[0])
+    office.die(shards[0])
+
+    assert (office.forgotten, office.host_states()) == ([shards[0]], {"free": 8})
+    assert office.service.copy_times.count(Executor.ENGINE, TransferKind.STORE) == 0
+    held = office.acquire_blocks(2, request="again")
+    assert office.error(office.prepare_store(held.lease), key_chain(2)) is ErrorCode.OUT_OF_ORDER
+    office.join(FakePeer(4), welcome, 0)
+    office.store_blocks(welcome, 2)
+    assert office.hit(2) == 2
+
+
+def test_shard_that_another_process_is_as_well_has_not_left(office: OffloadOffice) -> None:
+    """One that has joined again closes its first connection: its copies go on."""
+    welcome, first = office.attach(FakePeer(1)), FakePeer(2)
+    office.join(first, welcome, 0)
+    office.join(FakePeer(2), welcome, 0)
+    office.service.leave(first)
+    office.store_blocks(welcome, 2)
+    assert office.hit(2) == 2
+
+
+def test_last_shard_that_leaves_ends_a_session(office: OffloadOffice) -> None:
+    """After the goodbye, what a store was to write is set aside for the shards that have not left, and then free."""
+    shards = FakePeer(2), FakePeer(3)
+    welcome = office.attach(FakePeer(1))
+    for number, shard in enumerate(shards):
+        office.join(shard, welcome, number)
+    office.storing(2)
+    office.expect(wire.Goodbye, wire.Bye(id=office.next_id()))
+    office.service.leave(shards[0])
+    assert office.host_states() == {"free": 6, "quarantined": 2}
+    office.service.leave(shards[1])
+    assert office.host_states() == {"free": 8}
+    assert office.cache.offload.sessions == {}

@@ -146,6 +146,7 @@ class OffloadAdmission:
         peer.grants.check_namespace(hello.label, session.namespace.spec.label)
         check_shard(shard, hello.shards)
         self._groups.join(group, peer, shard)
+        self._cache.offload.shard_joined(session.id, shard)
         for old in self._groups.of_instance(group.instance):
             if old is not group:
                 own = old.of_engine(group.instance)
@@ -167,6 +168,13 @@ class OffloadAdmission:
             read_only=read_only,
         )
         return joined, (share.read_only_descriptor if read_only else share.descriptor,)
+
+    def leave(self, group: EngineGroup, peer: Peer) -> ShardIndex | None:
+        """A shard process touches the host pool no more. Returns its shard, unless another process is that one, too."""
+        shard = group.shard_of.pop(peer, None)
+        if peer is not group.scheduler:
+            self._departed.extend(self._groups.leave(group, [peer]))
+        return None if shard in {group.shard_of.get(each) for each in group.members} else shard
 
     def part(self, group: EngineGroup) -> None:
         """The scheduler says goodbye: the session is over, and shard processes may still copy."""

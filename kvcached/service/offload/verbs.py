@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 
 from kvcached.core.cache import Cache
 from kvcached.core.index.pieces import Piece
-from kvcached.core.messages import TransferKind
+from kvcached.core.messages import MembersDied, TransferKind
 from kvcached.core.refusals import Refusal
 from kvcached.core.slots.ranges import Ranges, no_ranges, slot_count
+from kvcached.core.slots.states import TransferState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
 from kvcached.monitoring.timing import CopyTimes, Executor
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import Answer, Verb
 from kvcached.service.refusals import in_words
-from kvcached.service.sessions import EngineGroup, EngineGroups
+from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, SessionId, TransferId
@@ -54,6 +55,15 @@ class OffloadVerbs:
     def owns(self, session: SessionId) -> bool:
         """Whether a session is one of an engine in offload mode."""
         return session in self._core.sessions
+
+    def leave(self, group: EngineGroup, peer: Peer) -> None:
+        """A shard process has left a session, which goes on without it. Where it was the last process, it ends."""
+        shard = self.admission.leave(group, peer)
+        if shard is not None:
+            for transfer in self._core.shard_left(group.session, shard):
+                self._copy_times.reported(transfer, TransferState.FAILED)
+        if not group.living():
+            self._cache.handle(MembersDied(group.session))
 
     # --- verbs that engines on device pools have, too ---------------------------------------------------------------
 
