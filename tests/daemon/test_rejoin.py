@@ -136,9 +136,10 @@ def test_new_requests_use_the_reserve(daemon: Supervised, engine: Engine) -> Non
     assert (first.granted, first.hit_blocks, len(first.block_table)) == (True, 0, 2)
     assert not engine.client.acquire("none left", one).granted
     engine.compute(first, one)
+    before = second.block_table.tolist()
     second.release()  # back to the reserve
     third = engine.client.acquire("other again", other)
-    assert third.block_table.tolist() == second.block_table.tolist()
+    assert third.block_table.tolist() == before
     third.release()
     daemon.await_ready()
     engine.client.rejoin()
@@ -309,8 +310,8 @@ def test_device_blocks_are_hits_after_the_restart(daemon: Supervised, engine: En
     chain = engine.chain(0, 4)
     lease = engine.client.acquire("r", chain)
     engine.compute(lease, chain)
-    lease.finish(16)
     before = lease.block_table.tolist()
+    lease.finish(16)
     daemon.kill_and_wait()
     engine.client.rejoin()
 
