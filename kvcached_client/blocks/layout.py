@@ -49,6 +49,7 @@ _SHAPES_UNKNOWN = (
     *("attn_layer_period", "attn_layer_indices", "full_attention_interval", "full_attn_idxs", "attn_type_list"),
     *("block_types", "layers_block_type", "hybrid_layer_ids", "block_configs", "cross_attention_layers"),
     *("attention_chunk_size", "num_kv_shared_layers", "index_head_dim", "is_encoder_decoder"),
+    *("linear_attn_config", "layer_group_size", "use_cla"),
     *("multi_query", "multi_query_attention", "multi_query_group_num", "num_kv_heads", "n_head_kv"),
 )
 #: A pool is one mapping. A larger one is a mistake in the configuration: no machine has so much memory.
@@ -188,8 +189,8 @@ def layout_from_model_config(
     For example ``layout_from_model_config(json.loads(Path("config.json").read_text()), block_size=16, shards=1)``.
 
     Raises:
-        BadRequest: a needed field is missing, heads do not divide, or the model mixes kinds of layers, also in a way
-            that is not known here.
+        BadRequest: a needed field is missing, heads do not divide, or a field says that the model's layers differ, or
+            do not keep all tokens.
     """
     text = config.get("text_config", config)
     if not isinstance(text, dict):
@@ -232,11 +233,17 @@ def _check_layers_alike(config: dict[str, Any]) -> None:
     if kinds and not (isinstance(kinds, list) and all(each == "full_attention" for each in kinds)):
         raise _unusable(f"layer_types is {str(kinds)[:100]}; kinds of layers are groups")
     unknown = [name for name in _SHAPES_UNKNOWN if config.get(name)]
-    if not kinds and config.get("sliding_window") and config.get("use_sliding_window", True):
+    if not kinds and config.get("use_sliding_window", True) and _is_window(config):
         unknown.append("sliding_window")
     if unknown:
         value = str(config[unknown[0]])[:100]
         raise _unusable(f"{unknown[0]} is {value}: what its layers keep is not known here")
+
+
+def _is_window(config: dict[str, Any]) -> bool:
+    """Whether layers keep fewer tokens than the model can have."""
+    window, most = config.get("sliding_window"), config.get("max_position_embeddings")
+    return bool(window) and not (isinstance(window, int) and isinstance(most, int) and window >= most)
 
 
 def _integer(config: dict[str, Any], name: str) -> int:

@@ -161,6 +161,9 @@ def test_fingerprint_tells_layouts_apart(field: str) -> None:
         ({"attention_chunk_size": 8192}, "attention_chunk_size"),  # Llama 4
         ({"multi_query": True}, "multi_query is True"),  # Falcon 7B
         ({"index_head_dim": 128}, "index_head_dim"),  # DeepSeek V3.2
+        ({"linear_attn_config": {"kda_layers": [1, 2, 3]}}, "linear_attn_config"),  # Kimi Linear
+        ({"layer_group_size": 5}, "layer_group_size"),  # Ring-mini-linear
+        ({"use_cla": True}, "use_cla"),  # Hunyuan-Large
         ({"cross_attention_layers": [3, 8]}, "cross_attention_layers"),  # Llama 3.2 Vision
     ],
 )
@@ -175,6 +178,7 @@ def test_unusable_model_configs_are_refused_with_the_reason(change: dict[str, An
     [
         {"layer_types": ["full_attention"] * 32, "sliding_window": 4096},
         {"sliding_window": 131_072, "use_sliding_window": False},  # Qwen 2.5
+        {"sliding_window": 262_144, "max_position_embeddings": 131_072},  # Phi-3.5-mini
         {"sliding_window": None, "multi_query": False, "is_encoder_decoder": False, "head_dim": None},
     ],
 )

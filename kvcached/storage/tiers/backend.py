@@ -50,6 +50,7 @@ class TieredStorage(Storage):
         self._cleared: dict[tuple[Storage, bytes], int] = {}  #: what one of the two has cleared, and the other not yet
         self._came: dict[bytes, None] = {}  #: keys of the last blocks that came from the service
         self._read_from_disk = 0
+        self._of_disk = disk.usage()  #: after the last call that changed it: a disk that hangs holds up nobody who asks
         self._lock = threading.Lock()
         self._is_cleared = False  #: the disk, since the service was found empty
         self.refills = Refills(self._refill)
@@ -114,7 +115,7 @@ class TieredStorage(Storage):
         try:
             there = self._far.delete(keys, timeout_s=timeout_s)
         finally:
-            here = self.refills.without(lambda: self._disk.delete(keys, timeout_s=timeout_s))
+            here = self.refills.without(lambda: self._changed(self._disk.delete(keys, timeout_s=timeout_s)))
         return max(here, there)
 
     def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
@@ -125,6 +126,7 @@ class TieredStorage(Storage):
                 self._far.discard(beyond, timeout_s=timeout_s)
         finally:
             self.refills.without(lambda: self._disk.discard(keys, timeout_s=timeout_s))
+            self._changed(None)
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
         """Clear both; returns how many the one had that had more. What one of them fails to do is an error.
@@ -142,7 +144,7 @@ class TieredStorage(Storage):
 
     def usage(self) -> Usage:
         """Of the service, and of the disk beside it."""
-        disk = self._disk.usage()
+        disk = self._of_disk
         local = LocalDisk(disk.blocks, disk.size_bytes, disk.capacity_bytes, self._read_from_disk)
         return self._far.usage()._replace(local_disk=local)
 
@@ -158,7 +160,7 @@ class TieredStorage(Storage):
             self._is_cleared = False
         elif not self._is_cleared and self._disk.usage().blocks:
             _log.warning("the service is empty, so the local disk is cleared: it may have what others have cleared")
-            self.refills.without(lambda: self._disk.clear(b"", timeout_s=timeout_s))
+            self.refills.without(lambda: self._changed(self._disk.clear(b"", timeout_s=timeout_s)))
             self._is_cleared = True
         return record
 
@@ -176,7 +178,7 @@ class TieredStorage(Storage):
 
     def _clear(self, storage: Storage, prefix: bytes, timeout_s: float) -> int:
         if (storage, prefix) not in self._cleared:
-            count = storage.clear(prefix, timeout_s=timeout_s)
+            count = self._changed(storage.clear(prefix, timeout_s=timeout_s))
             if not prefix:  # who clears everything means it each time
                 return count
             self._cleared[storage, prefix] = count
@@ -193,9 +195,16 @@ class TieredStorage(Storage):
                 del self._came[key]
 
     def _put_on_disk(self, blocks: Sequence[Block], timeout_s: float, slow_s: float) -> list[Result] | None:
-        results = self._disk_writes.carry_out(lambda disk: disk.put(blocks, timeout_s=timeout_s), slow_s=slow_s)
+        results = self._disk_writes.carry_out(
+            lambda disk: self._changed(disk.put(blocks, timeout_s=timeout_s)), slow_s=slow_s
+        )
         self._disk_writes.note_full(results or ())
         return results
+
+    def _changed(self, answer: T) -> T:
+        """The answer of a call that may have changed how full the disk is."""
+        self._of_disk = self._disk.usage()
+        return answer
 
     def _refill(self, blocks: Sequence[Block]) -> None:
         """Write to the disk what came from the service: a hint, so nobody hears of failures but the log."""
