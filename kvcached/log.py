@@ -128,6 +128,7 @@ class _Lines(logging.Handler):
         self._waiting: deque[tuple[bytes, int]] = deque()  # what is to be written, and how many lines that stands for
         self._waiting_bytes = 0
         self._dropped = 0  # lines since the last one that says so
+        self._is_cut = False  # the last line that was written has no end yet
         self._retries_in: asyncio.AbstractEventLoop | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -179,7 +180,8 @@ class _Lines(logging.Handler):
                 line, lines = self._waiting[0]
                 written = self._write(line)
                 self._waiting_bytes -= written
-                if written < len(line):
+                self._is_cut = written < len(line)
+                if self._is_cut:
                     self._waiting[0] = (line[written:], lines)
                 else:
                     self._waiting.popleft()
@@ -189,6 +191,8 @@ class _Lines(logging.Handler):
             self._dropped += sum(lines for _, lines in self._waiting)
             self._waiting.clear()
             self._waiting_bytes = 0
+            if self._is_cut:
+                self._add(b"\n", 0)
         return True
 
     def _retry_later(self) -> None:

@@ -286,8 +286,8 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
             reserve_blocks: slots to hold in reserve. While the daemon is away, `acquire` and `allocate` take slots from
                 the reserve, and everything is computed. At all other times the pool is smaller by these slots.
             wait_s: how long to wait for a daemon that is not there, does not reply, or is not ready: it starts workers
-                again, drains, or clears the replica, or another engine has the pool. What waiting does not mend is
-                raised at once.
+                again, drains, or clears the replica, or another client has the pool, also one of this process. What
+                waiting does not mend is raised at once.
 
         Raises:
             ValueError: `failures` is neither "raise" nor "miss", `deadline_ms` is less than 1 or more than 24 days, or

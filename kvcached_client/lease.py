@@ -181,11 +181,12 @@ def acquiring(
     """`Client.acquire`, in steps. The prompt is what the chain holds at the first one; `make` is the lease's class."""
     check_chain(chain)
     tokens, key_count = chain.token_count, chain.block_count
+    reserve_tokens, priority = check_number("reserve_tokens", reserve_tokens), check_number("priority", priority)
     _check_prompt(tokens, prompt_tokens, reserve_tokens, cache, priority)
     check_tenant(tenant)
     prompt_blocks = blocks_of(tokens, chain.block_size)
     more = blocks_of(tokens + reserve_tokens, chain.block_size) - prompt_blocks
-    own_blocks = key_count if prompt_tokens is None else prompt_tokens // chain.block_size
+    own_blocks = key_count if prompt_tokens is None else int(prompt_tokens) // chain.block_size
     cacheable_blocks = {"all": None, "prompt": own_blocks, "nothing": 0}[cache]
 
     def attempt(deadline_ns: int) -> Steps[Grant]:
@@ -281,8 +282,6 @@ def _check_unused(channel: SessionChannel, name: str, lease: LeaseSteps | None) 
 
 
 def _check_prompt(tokens: int, prompt_tokens: int | None, reserve_tokens: int, cache: str, priority: int) -> None:
-    check_number("reserve_tokens", reserve_tokens)
-    check_number("priority", priority)
     if prompt_tokens is not None and not 1 <= check_number("prompt_tokens", prompt_tokens) <= tokens:
         raise bad_value(
             f"{prompt_tokens} tokens of the prompt, but the chain holds {tokens}",

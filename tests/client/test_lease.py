@@ -64,6 +64,23 @@ def test_acquire_grants_a_block_table(daemon: FakeDaemon, connect: Connect) -> N
         lease.block_table[0] = 1
 
 
+def test_numbers_of_numpy_count_as_others(daemon: FakeDaemon, connect: Connect) -> None:
+    """Nothing is computed in the few bits of the caller's type, in which a sum would begin at 0 again."""
+    client = connect()
+    plain = client.acquire("a", client.chain(range(200)), reserve_tokens=100, priority=4, prompt_tokens=200)
+    small = client.acquire(
+        "b",
+        client.chain(range(1000, 1200)),
+        reserve_tokens=np.uint8(100),  # type: ignore[arg-type]
+        priority=np.int8(4),  # type: ignore[arg-type]
+        prompt_tokens=np.uint8(200),  # type: ignore[arg-type]
+    )
+
+    assert small.capacity_tokens == plain.capacity_tokens
+    first, second = [request for request, _ in daemon.requests if isinstance(request, Acquire)]
+    assert (second.reserve, second.priority, second.tokens) == (first.reserve, first.priority, first.tokens)
+
+
 @pytest.mark.parametrize(
     ("tokens", "reserve_tokens", "reserve"), [(8, 0, 0), (8, 1, 1), (5, 3, 0), (5, 4, 1), (8, 9, 3)]
 )
