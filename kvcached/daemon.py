@@ -234,7 +234,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
             raise
         inheritance.drop_host(earlier.dropped)
         raise LedgerUnusable(f"{type(error).__name__}: {error}") from error
-    parts.callback(stop.note, state_place.file, epoch, replicas)
+    parts.push_async_callback(stop.note, state_place.file, epoch, replicas, service.health)
     parts.enter_context(only_young())
     _start_clock(service, config.heartbeat_interval_ms / 1000, parts)
     return service

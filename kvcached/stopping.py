@@ -15,12 +15,15 @@ from typing import Final, NoReturn
 
 from kvcached.recovery.state_file import LedgerFile
 from kvcached.service.admin.verbs import Left
+from kvcached.service.health import HealthRequests
 from kvcached.service.replica import Replica
 from kvcached.service.service import Service
 from kvcached.worker.client import WorkerPool
 
 #: What workers get to end in order when engines have used up the deadline. They take some milliseconds.
 WORKERS_STOP_S_MIN: Final = 1.0
+#: What workers on CUDA devices get to show that these work. They take some milliseconds; a device that hangs takes all.
+DEVICES_ANSWER_S: Final = 1.0
 
 _log: Final = logging.getLogger(__name__)
 
@@ -68,16 +71,24 @@ class Stop:
         left_s = self._deadline_ms / 1000 if self._ends_s is None else self._ends_s - self._loop.time()
         await workers.close(max(left_s, WORKERS_STOP_S_MIN))
 
-    def note(self, file: LedgerFile, epoch: int, replicas: Sequence[Replica]) -> None:
+    async def note(self, file: LedgerFile, epoch: int, replicas: Sequence[Replica], health: HealthRequests) -> None:
         """Say to the next daemon that this one stops in order, with all its CUDA devices: a replica may move then.
+
+        Idle workers do not notice that their device is lost: so all are asked now. A pool that sleeps is not: it sleeps
+        on after the next start, and wakes on its own devices only.
 
         Args:
             file: the ledger of this daemon.
             epoch: of this daemon.
             replicas: all, their workers not ended yet.
+            health: checks them.
         """
-        has_devices = any(each.cuda_ordinals for each in replicas)
-        if not has_devices or self._ends_s is None or any(each.is_degraded for each in replicas):
+        on_devices = [each for each in replicas if each.cuda_ordinals]
+        if not on_devices or self._ends_s is None or any(each.is_degraded for each in on_devices):
+            return
+        if doubts := await health.doubts(on_devices, DEVICES_ANSWER_S):
+            words = "the next daemon moves no replica to another CUDA device, because one may be lost: %s"
+            _log.warning(words, "; ".join(doubts))
             return
         try:
             file.note_stop(epoch)

@@ -117,7 +117,8 @@ class Config(Table):
         ge=100,
         le=60_000,
         description="On a clean stop, engines have this long to release their leases; workers that have not ended by"
-        " then, or a second later, are killed. Less than the 10 s that container runtimes grant.",
+        " then, or a second later (two where a CUDA device hangs), are killed. Less than the 10 s that"
+        " container runtimes grant.",
     )
     replies_kept_per_session: int = Field(
         default=1024,

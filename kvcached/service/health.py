@@ -9,12 +9,12 @@ import asyncio
 import logging
 import secrets
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.invariants import check_counts
 from kvcached.core.managed_session import ManagedSession
-from kvcached.core.slots.states import PoolState
+from kvcached.core.slots.states import NO_MEMORY, PoolState
 from kvcached.process.notify import unsent
 from kvcached.process.seqpacket import SocketFile
 from kvcached.service.admission import DrainState
@@ -90,6 +90,17 @@ class HealthRequests:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def doubts(self, replicas: Iterable[Replica], patience_s: float) -> list[str]:
+        """Which of these replicas' device pools are not known to be well, and why. Pools without memory are left out.
+
+        A pool that a check would skip, as one whose slots are all leased, is in doubt, too.
+        """
+        asked = (each for each in replicas if self._cache.pools[each.name].state not in NO_MEMORY)
+        checks = (self._checks.check(each, self._now_ms(), patience_s) for each in asked)
+        checked = await asyncio.gather(*checks)
+        self._settle()
+        return [f"{parts[-1].part}: {parts[-1].detail}" for parts in checked if not _is_proven(parts)]
+
     def close(self) -> None:
         """Cancel all checks, because the daemon stops."""
         for task in self._tasks:
@@ -97,7 +108,7 @@ class HealthRequests:
 
     async def _answer(self, reply: PendingReply) -> None:
         try:
-            checks = (self._checks.check(replica, self._now_ms()) for replica in self._replicas.values())
+            checks = (self._checks.check(each, self._now_ms(), PATIENCE_S) for each in self._replicas.values())
             parts = [part for checked in await asyncio.gather(*checks) for part in checked]
             self._settle()
             violations = check_counts(self._cache)
@@ -163,11 +174,12 @@ class HealthChecks:
         self._number = 0
         self._unanswered: set[str] = set()  #: replicas with a probe under way whose check has timed out
 
-    async def check(self, replica: Replica, now_ms: int) -> list[HealthPart]:
+    async def check(self, replica: Replica, now_ms: int, patience_s: float) -> list[HealthPart]:
         """Check one replica; returns one part per step, up to and including the first step that fails.
 
         The check opens a session beside the engine's, acquires slots as an engine does, and commits them under random
         keys. It removes all of that at its end. A pool whose slots are all leased is busy, which is no failure.
+        Workers that do not answer within `patience_s` fail the check.
         """
         if trouble := replica.trouble:
             return [_part(replica, "workers", f"none runs: {trouble}. {_TRIED_AGAIN}", ok=False)]
@@ -184,7 +196,7 @@ class HealthChecks:
         keys = secrets.token_bytes(_BLOCKS * KEY_SIZE_BYTES)
         parts: list[HealthPart] = []
         try:
-            await self._exercise(replica, session, keys, parts)
+            await self._exercise(replica, session, keys, parts, patience_s)
         except REFUSED as refusal:
             error = in_words(refusal)
             busy = isinstance(error, NoCapacity) or self._cache.clearings.version != cleared
@@ -196,7 +208,9 @@ class HealthChecks:
                 self._leave(replica, session, keys)
         return parts
 
-    async def _exercise(self, replica: Replica, session: ManagedSession, keys: bytes, parts: list[HealthPart]) -> None:
+    async def _exercise(
+        self, replica: Replica, session: ManagedSession, keys: bytes, parts: list[HealthPart], patience_s: float
+    ) -> None:
         cache, epoch, tokens = self._cache, session.pool.epoch, _BLOCKS * replica.layout.block_size
         self._number += 1
         grant = cache.managed.acquire(session.id, epoch, f"health-{self._number}", keys, tokens, 0, full=False)
@@ -204,10 +218,10 @@ class HealthChecks:
         first, second = (slot for start, count in unpack_ranges(grant.ranges) for slot in range(start, start + count))
         self._before_probe()
         probe = replica.workers.probe(first, second)
-        done, _ = await asyncio.wait([probe], timeout=PATIENCE_S)
+        done, _ = await asyncio.wait([probe], timeout=patience_s)
         if not done:
             self._leave_when_answered(replica, session, keys, probe)
-            parts.append(_part(replica, "workers", f"no answer for {PATIENCE_S:g} s", ok=False))
+            parts.append(_part(replica, "workers", f"no answer for {patience_s:g} s", ok=False))
             return
         probe.result()
         parts.append(_part(replica, "workers"))
@@ -285,6 +299,11 @@ class HostMemoryCheck:
             if rest:
                 return next(iter(pool.slabs)), min(CHECKED_BYTES, rest)
         return None
+
+
+def _is_proven(parts: list[HealthPart]) -> bool:
+    """Whether a check has come to its end, and nothing failed or was skipped."""
+    return len(parts) == len(_STEPS) and all(part.ok and not part.detail for part in parts)
 
 
 def _untold() -> list[HealthPart]:

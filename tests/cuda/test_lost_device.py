@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +26,7 @@ from tests.cuda.conftest import ROOT
 from tests.cuda.test_pool import BLOCKS, HOST, ON_DEVICE, WHOLE, OnDevice, ended, stored_prompts
 from tests.cuda_driver.device import bring_back, live_granules, lose
 from tests.daemon.supervised import supervised
+from tests.daemon.test_deaths import children, wait_for_end
 from tests.project.daemon_process import running_daemon
 
 PROMPTS: Final = range(4)
@@ -32,6 +35,8 @@ CONFIG: Final = ON_DEVICE + HOST + "[offload]\n"
 NOT_THERE: Final = "(check nvidia-smi; in a container, start it with --gpus all)"
 #: Longer than the longest pause between two starts of workers.
 DEADLINE_S: Final = 30.0
+#: For a stop whose deadline is 0.3 s: two seconds more for workers that hang, and what a slow machine needs.
+STOP_S_MAX: Final = 8.0
 UseDevice = Callable[..., None]
 
 
@@ -289,6 +294,49 @@ def test_replica_does_not_move_after_a_crash(
     (run_dir / "ledger.json").unlink()
     with running_daemon(path, run_dir):
         assert (ills(run_dir), made(device)) == ({}, [0, 1])
+
+
+@pytest.mark.parametrize("worker", ["idle", "dead"])
+def test_replica_does_not_move_if_its_device_is_lost_at_a_stop_in_order(
+    use_device: UseDevice, device: Path, tmp_path: Path, worker: str
+) -> None:
+    """A worker that has nothing to do does not notice it, one that has just died is no proof: each device is tried."""
+    use_device(devices=2)
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "run"
+    path.write_text(on_the_first_device())
+    with running_daemon(path, run_dir) as daemon:
+        (pid,) = children(daemon.pid)
+        lose(device, 0)
+        if worker == "dead":
+            os.kill(pid, signal.SIGKILL)
+            assert wait_for_end(pid, DEADLINE_S)
+        in_order(daemon)
+    assert not (run_dir / "stopped").exists()
+    with running_daemon(path, run_dir):
+        assert "delete ledger.json" in ills(run_dir)["default/workers"]
+        assert made(device) == [0, 0]
+        bring_back(device, 0, keeps_memory=False)
+        await_health(run_dir)
+        assert made(device) == [1, 0]
+
+
+def test_device_that_hangs_holds_up_no_stop(
+    use_device: UseDevice, device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that does not answer is waited for as long as the configuration says; its replica does not move."""
+    use_device(devices=2)
+    path, run_dir = tmp_path / "kvcached.toml", tmp_path / "run"
+    path.write_text("shutdown_deadline_ms = 300\n" + on_the_first_device())
+    with running_daemon(path, run_dir) as daemon:
+        (pid,) = children(daemon.pid)
+        os.kill(pid, signal.SIGSTOP)
+        daemon.terminate()
+        assert daemon.wait(STOP_S_MAX) == 0
+    assert "no answer for 1 s" in run_dir.with_suffix(".log").read_text()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with running_daemon(path, run_dir):
+        assert "delete ledger.json" in ills(run_dir)["default/workers"]
+        assert made(device) == [0, 0]
 
 
 def test_replica_does_not_move_to_a_neighbours_device(use_device: UseDevice, device: Path, tmp_path: Path) -> None:

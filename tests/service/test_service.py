@@ -440,16 +440,15 @@ def test_health_asks_all_replicas_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert health(office).ok
 
 
-def test_health_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_does_not_wait_for_a_hung_worker() -> None:
     """A worker that says nothing fails the check at once enough; its slots stay taken until it has answered."""
-    monkeypatch.setattr("kvcached.service.health.PATIENCE_S", 0.01)
     office = Office()
     office.workers["a"].answers = False
 
     async def check_twice() -> list[str]:
         checks = HealthChecks(office.cache)
         (replica,) = office.service._replicas.values()
-        details = [(await checks.check(replica, 0))[-1].detail for _ in range(2)]
+        details = [(await checks.check(replica, 0, 0.01))[-1].detail for _ in range(2)]
         assert office.cache.pools["a"].free == SLOTS - 2
         office.workers["a"].pending[0].set_result(None)
         await asyncio.sleep(0)
@@ -460,6 +459,25 @@ def test_health_does_not_wait_for_a_hung_worker(monkeypatch: pytest.MonkeyPatch)
         "the probe of an earlier check is still unanswered",
     ]
     assert office.cache.pools["a"].free == SLOTS
+
+
+def test_pool_is_in_doubt_unless_its_workers_have_shown_that_it_serves() -> None:
+    """One that could not be asked is in doubt, too, as are one whose workers fail, are lost, or say nothing."""
+    names = ("well", "full", "failing", "lost", "hung", "asleep")
+    office = Office(*names)
+    cache, workers, health_requests = office.cache, office.workers, office.service.health
+    full = cache.open_session("full", 0)
+    cache.managed.acquire(full.id, full.pool.epoch, "all", key_chain(SLOTS), SLOTS * 4, 0, full=False)
+    workers["failing"].failure, workers["hung"].answers = "the device is lost", False
+    office.service.on_event(WorkerDied("lost"))
+    cache.sleeps.asleep("asleep")
+
+    doubts = asyncio.run(health_requests.doubts(office.service._replicas.values(), 0.01))
+
+    steps = [doubt.partition(": ")[0] for doubt in doubts]
+    assert steps == ["full/acquire", "failing/workers", "lost/workers", "hung/workers"]
+    assert ("the device is lost" in doubts[1], "no answer for 0.01 s" in doubts[3]) == (True, True)
+    assert workers["asleep"].probes == []
 
 
 def test_health_tells_of_workers_that_die_again_and_again() -> None:
