@@ -134,6 +134,7 @@ class _Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._kill_timer: asyncio.TimerHandle | None = None  #: from SIGABRT to SIGKILL
         self._check: Trial | None = None  #: of the configuration, while it runs
+        self._checked_pid = 0  #: the daemon's when the last check began
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -264,6 +265,7 @@ class _Supervisor:
             return
         try:
             self._check = Trial(self._check_command, {RESTART_VARIABLE: str(self._pid)})
+            self._checked_pid = self._pid
         except OSError as error:
             self._refuse_restart(f"the configuration cannot be checked: {error}")
         else:
@@ -277,6 +279,8 @@ class _Supervisor:
             fault = f"the check of the configuration was killed, as after {self._policy.check_max_s:g} s"
         if not fault:
             self._restart()
+        elif self._pid != self._checked_pid:  # it has died: the lock of the next one may be what the check found
+            self._on_restart()
         elif not self._is_told_to_stop:
             self._refuse_restart(fault)
 

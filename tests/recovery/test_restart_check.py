@@ -80,6 +80,27 @@ def test_check_that_fails_is_no_reason_to_stop_the_daemon(
         assert it.ready()["before"] == [str(first["pid"])]
 
 
+#: The first look lasts until the test goes on, and finds what a daemon of the same supervisor has made meanwhile.
+LATE_LOOK = 'test -e "$0" && exit; kill -9 $CHECKED_BEFORE_RESTART; until test -e "$0"; do sleep 0.05; done; exit 2'
+
+
+def test_check_of_a_daemon_that_has_died_meanwhile_is_repeated(
+    tmp_path: Path,
+    supervised: Callable[..., Any],  # noqa: F811 - the fixture
+) -> None:
+    """What a check finds says nothing of the daemon that was started while it ran: that one is checked, too."""
+    go_on = tmp_path / "go on"
+    with supervised(check=["sh", "-c", LATE_LOOK, str(go_on)]) as it:
+        first = it.ready()
+        it.send(signal.SIGHUP)
+        second = it.ready()
+        assert second["before"] == [str(first["pid"])]
+        go_on.touch()
+
+        assert it.event() == {"event": "stopping", "pid": second["pid"], "signal": "SIGTERM"}
+        assert it.ready()["before"] == [str(first["pid"]), str(second["pid"])]
+
+
 def test_stop_does_not_wait_for_the_check(supervised: Callable[..., Any]) -> None:  # noqa: F811 - the fixture
     """SIGTERM ends daemon and supervisor while the configuration is looked at."""
     with supervised(check=["sleep", "60"]) as it:
