@@ -31,7 +31,7 @@ from kvcached.memory.host_pool import (
 )
 from kvcached.recovery.device_pools import DEVICE_MEMORY_PREFIX, PoolMemory, device_pools, kept_device, served_devices
 from kvcached.recovery.engine_pools import EnginePools
-from kvcached.recovery.fd_store import remove, store, take_stored
+from kvcached.recovery.fd_store import KEPT_MAX, remove, store, take_stored
 from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, has_stopped, read_ledger
 from kvcached.recovery.takeover import Takeover, is_writer_left_out, take_over
 from kvcached.service.replica import Replica
@@ -97,6 +97,7 @@ async def inherit(
     found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
     if ledger is not None and (missing := _missing(found, ledger)):
         why = "the supervisor or the keeper of the daemon before has ended, or there was none"
+        why += f", or the pools had more parts than it keeps, usually {KEPT_MAX}"
         _log.warning("nobody has kept %s for this daemon, and the blocks are lost: %s", " and ".join(missing), why)
     memory = _kept_host(found, host, ledger, dropped, has_offload=has_offload)
     is_kept = memory is not None

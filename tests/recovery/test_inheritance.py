@@ -161,6 +161,7 @@ def test_memory_that_nobody_has_kept_is_told(
 
     lost = "nobody has kept the host pool and the device pool of replica awake for this daemon, and the blocks are lost"
     assert (lost in caplog.text) == (not is_given)
+    assert ("or the pools had more parts than it keeps, usually 256\n" in caplog.text) == (not is_given)
     assert ("keeps the new host pool" in caplog.text) == (not is_given)
 
 
