@@ -43,7 +43,9 @@ HOST_KEYS: Final = ("free_watermark_percent", "load_threshold_blocks", "load_quo
 #: Fewer beats than this in a session's lifetime, and one late thread ends a healthy session.
 HEARTBEATS_PER_TTL_MIN: Final = 3
 #: What the daemon and its processes make in the run directory for themselves, whatever is configured.
-_OWN_FILES: Final = re.compile(r"(attach|rpc)\.sock|(daemon|storage)\.lock|ledger\.json.*|storage\.log.*|worker-.*")
+_OWN_FILES: Final = re.compile(
+    r"(attach|rpc)\.sock|(daemon|storage)\.lock|ledger\.json.*|stopped|storage\.log.*|worker-.*"
+)
 
 LogFormat = Literal["plain", "json"]
 

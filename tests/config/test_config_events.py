@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from kvcached.config.events import EventsConfig
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
-from kvcached.recovery.state_file import LEDGER_NAME
+from kvcached.recovery.state_file import LEDGER_NAME, STOPPED_NAME
 from kvcached.storage.process import LOCK_NAME as STORAGE_LOCK
 from kvcached.storage.process import LOG_NAME
 from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, RPC_SOCKET_NAME
@@ -19,7 +19,7 @@ from kvcached_client.transport.run_dir import LOCK_NAME as DAEMON_LOCK
 HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
 #: One file of each kind that a daemon makes in its run directory.
 OWN_NAMES = [ATTACH_SOCKET_NAME, RPC_SOCKET_NAME, DAEMON_LOCK, LEDGER_NAME, f"{LEDGER_NAME}.new", STORAGE_LOCK]
-OWN_NAMES += [LOG_NAME, "worker-default-0.sock", "worker-default-0.log", "worker-default-0.lock"]
+OWN_NAMES += [STOPPED_NAME, LOG_NAME, "worker-default-0.sock", "worker-default-0.log", "worker-default-0.lock"]
 TCP = '[tcp]\nlisten = "{}"\nkey_file = "daemon.key"\n'
 TCP += f'[[tcp.client]]\nname = "x"\npublic_key = "{"0" * 40}"\nrole = "look"\n'
 TCP_LISTEN, PORT = "tcp.listen", "tcp://127.0.0.1:5557"
