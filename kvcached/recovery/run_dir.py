@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,8 +21,8 @@ from kvcached_client.transport.run_dir import ATTACH_SOCKET_NAME, LOCK_NAME, RPC
 EPOCH_MAX: Final = 1 << 48
 _MODE: Final = 0o750
 _ROOT: Final = 0
-#: All locks of files that this process may know of, a line each.
-_LOCKS: Final = Path("/proc/locks")
+#: How long a start tries to get a lock that processes share which look at it. Each does so for some microseconds.
+_LOOKED_AT_S: Final = 1.0
 #: How much of the lock file is read: more than an epoch and a time take.
 _LOCK_BYTES_MAX: Final = 64
 #: What is in it: the epoch, and when that was, in milliseconds since the boot.
@@ -68,11 +68,11 @@ def _unusable(run_dir: Path, error: OSError) -> RunDirUnusable:
 
 
 def check_run_dir(run_dir: Path, predecessor: int = 0) -> None:
-    """Refuse what `claim_run_dir` would refuse. Makes nothing, and locks nothing.
+    """Refuse what `claim_run_dir` would refuse. Makes nothing, and keeps no daemon from its lock.
 
     Args:
         run_dir: the run directory.
-        predecessor: the daemon that ends before the next one starts, so that its lock is no reason; 0 = any daemon is.
+        predecessor: the daemon that ends before the next one starts, so that its lock is no reason; 0: nobody's is.
 
     Raises:
         RunDirUnusable: as `claim_run_dir`.
@@ -108,22 +108,39 @@ def _check_lock_file(directory: int, run_dir: Path, predecessor: int) -> None:
         return
     try:
         status = os.fstat(lock)
+        if not stat.S_ISREG(status.st_mode):
+            raise _no_lock_file(run_dir)
+        is_locked = predecessor != 0 and _is_locked(lock)
     finally:
         os.close(lock)
-    if not stat.S_ISREG(status.st_mode):
-        raise _no_lock_file(run_dir)
-    if predecessor and _holders(status) - {predecessor}:
+    if is_locked and not _has_open(predecessor, status):
         raise _locked(run_dir)
 
 
-def _holders(status: os.stat_result) -> set[int]:
-    """The processes that have locked a file, as far as the kernel says here: to lock it would keep a daemon out."""
-    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+def _is_locked(lock: int) -> bool:
+    """Whether a daemon has locked the file, also one of another pid namespace, which /proc/locks leaves out.
+
+    If none has, this process shares the lock for a moment. A daemon that starts just then tries again (`_lock`).
+    """
     try:
-        locks = [line.split() for line in _LOCKS.read_text().splitlines()]
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return False
+
+
+def _has_open(process: int, file: os.stat_result) -> bool:
+    """Whether a process has this file open; True also where nobody can see, as of a process that has just ended."""
+    try:
+        descriptors = list(Path(f"/proc/{process}/fd").iterdir())
     except OSError:
-        return set()
-    return {int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5] == place}
+        return True
+    for descriptor in descriptors:
+        with suppress(OSError):  # it is closed by now
+            if os.path.samestat(descriptor.stat(), file):
+                return True
+    return False
 
 
 def is_claimed(run_dir: Path) -> bool:
@@ -133,11 +150,9 @@ def is_claimed(run_dir: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return _is_locked(lock)
     except OSError:
         return True
-    else:
-        return False
     finally:
         os.close(lock)
 
@@ -167,10 +182,16 @@ def _open_directory(run_dir: Path) -> int:
 def _lock(lock: int, run_dir: Path) -> None:
     if not stat.S_ISREG(os.fstat(lock).st_mode):
         raise _no_lock_file(run_dir)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _locked(run_dir) from None
+    ends_s = time.monotonic() + _LOOKED_AT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if _is_locked(lock) or time.monotonic() >= ends_s:
+                raise _locked(run_dir) from None
+        else:
+            return
+        os.sched_yield()
 
 
 def _no_lock_file(run_dir: Path) -> RunDirUnusable:

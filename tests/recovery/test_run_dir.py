@@ -1,15 +1,21 @@
-"""Epochs of the daemons of a run directory, one after the other."""
+"""The run directory: epochs of its daemons, one after the other, and its lock."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from kvcached.recovery.run_dir import claim_run_dir
+from kvcached.recovery.run_dir import RunDirUnusable, check_run_dir, claim_run_dir, is_claimed
 from kvcached.recovery.state_file import LEDGER_NAME, STOPPED_NAME, Ledger, LedgerFile, boot_id, has_stopped
 from kvcached_client.transport.run_dir import LOCK_NAME
+from tests.recovery.test_supervise import NAMESPACE
 
 HOUR_MS = 60 * 60 * 1000
 WALL_MS, BOOT_MS = 1_700_000_000_000, 5 * HOUR_MS
@@ -113,3 +119,54 @@ def test_stop_in_order_is_told_of_the_daemon_that_wrote_the_ledger(
     noted.symlink_to(tmp_path / "other")
     assert not has_stopped(tmp_path, ledger)
     assert [message.startswith(f"{noted} is not used: ") for message in caplog.messages] == [True]
+
+
+LOOK = """
+import os, sys
+from pathlib import Path
+from kvcached.recovery.run_dir import check_run_dir
+check_run_dir(Path(sys.argv[1]), predecessor=os.getpid())
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
+    reason="this machine lets nobody make a pid namespace",
+)
+def test_lock_of_a_daemon_in_another_pid_namespace_is_seen(tmp_path: Path) -> None:
+    """A daemon whose process a container cannot see keeps its run directory against the next daemon there."""
+
+    def look() -> str:
+        command = [*NAMESPACE, sys.executable, "-c", LOOK, str(tmp_path / "run")]
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30).stderr
+
+    with claim_run_dir(tmp_path / "run")[1]:
+        assert f"another daemon runs in {tmp_path}/run; stop it, or choose another run_dir\n" in look()
+    assert look() == ""
+
+
+def test_look_at_the_lock_does_not_take_it(tmp_path: Path) -> None:
+    """A daemon can claim its run directory whoever has looked at it before, and however long he keeps the file open."""
+    run_dir = tmp_path / "run"
+    claim_run_dir(run_dir)[1].__exit__(None, None, None)
+    assert not is_claimed(run_dir)
+    check_run_dir(run_dir, os.getpid())
+    with claim_run_dir(run_dir)[1]:
+        assert is_claimed(run_dir)
+        check_run_dir(run_dir, os.getpid())
+
+
+def test_start_waits_for_who_looks_at_the_lock(tmp_path: Path) -> None:
+    """A look that meets the start of a daemon does not keep it out; another daemon does."""
+    run_dir = tmp_path / "run"
+    claim_run_dir(run_dir)[1].__exit__(None, None, None)
+    lock = os.open(run_dir / LOCK_NAME, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        ends = threading.Timer(0.05, fcntl.flock, (lock, fcntl.LOCK_UN))
+        ends.start()
+        with claim_run_dir(run_dir)[1], pytest.raises(RunDirUnusable, match="another daemon runs in"):
+            claim_run_dir(run_dir)
+        ends.join()
+    finally:
+        os.close(lock)
