@@ -101,7 +101,7 @@ def serve(config_path: Path, **options: str | None) -> None:
 @json_option
 def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> None:
     """Check a configuration against this machine, and print the effective settings. Starts nothing."""
-    from kvcached.config.machine import check_machine, loss_at_restart
+    from kvcached.config.machine import check_machine, warnings_of
     from kvcached.config.report import as_toml, effective, figures_of
     from kvcached.recovery.supervise import RESTART_VARIABLE
 
@@ -113,7 +113,7 @@ def check_config(config_path: Path, *, as_json: bool, **options: str | None) -> 
         check_machine(config, is_trial=not asked_for, is_next=bool(asked_for), predecessor=predecessor)
 
     config = _load(config_path, options, check)
-    if (warning := loss_at_restart(config)) is not None:
+    for warning in warnings_of(config):
         click.echo(f"kvcached: warning: {warning}", err=True)
     figures = [asdict(figures) for figures in figures_of(config)]
     if as_json:

@@ -22,7 +22,7 @@ from kvcached.config.schema import Config
 from kvcached.config.tables import HostConfig
 from kvcached.process.user_names import UnknownUser, resolve
 from kvcached.recovery.fd_store import KEPT_MAX
-from kvcached.recovery.run_dir import RunDirUnusable, check_run_dir, is_claimed
+from kvcached.recovery.run_dir import RunDirUnusable, check_run_dir, is_claimed, is_made_by_manager
 from kvcached.recovery.state_file import LEDGER_NAME, read_ledger
 from kvcached.server.attach import DESCRIPTORS_SHARE
 from kvcached.server.connections import limit_needed
@@ -35,6 +35,7 @@ from kvcached.worker.messages import DESCRIPTORS_MAX
 from kvcached_client.doctor.memory_bounds import memory_bounds
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.key_files import read_key_file
+from kvcached_client.transport.run_dir import RUN_DIR_VARIABLE
 
 _STORAGE: Final = "storage"
 _SETTINGS: Final[Location] = (_STORAGE, "settings")
@@ -73,17 +74,19 @@ def check_machine(
         raise ConfigError(problems)
 
 
-def loss_at_restart(config: Config) -> str | None:
-    """A warning where there are more pools than a service manager keeps for the next daemon; None where there are not.
+def warnings_of(config: Config) -> Iterator[str]:
+    """What the service manager decides, so that it is no reason to refuse a configuration.
 
-    A unit may keep more, and a daemon without a manager keeps nothing: it is no reason to refuse a configuration.
+    A unit may keep more parts of pools than usual, and a daemon without a manager keeps nothing.
     """
     parts = int(config.host is not None) + sum(replica.shards + 1 for replica in config.replica)  # 1: the headers
-    if parts <= KEPT_MAX:
-        return None
-    what = f"the pools have {parts} parts, of which `kvcached supervise` or the unit keeps {KEPT_MAX} for a restart"
-    fix = "configure fewer shards, or under systemd a larger FileDescriptorStoreMax="
-    return f"{what}: the blocks of the others are lost then; {fix}"
+    if parts > KEPT_MAX:
+        what = f"the pools have {parts} parts, of which `kvcached supervise` or the unit keeps {KEPT_MAX} for a restart"
+        fix = "configure fewer shards, or under systemd a larger FileDescriptorStoreMax="
+        yield f"{what}: the blocks of the others are lost then; {fix}"
+    if _is_run_dir_written(config) and is_made_by_manager(config.run_dir):
+        what = f"run directory {config.run_dir} is not there, and user {os.geteuid()} cannot make it"
+        yield f"{what}; leave that to RuntimeDirectory= of the unit, or make it as root, and give it to this user"
 
 
 def memory_needed(config: Config) -> tuple[int, str]:
@@ -145,16 +148,28 @@ def _limits(config: Config) -> Iterator[Problem]:
 def _run_dir(config: Config, predecessor: int, *, is_next: bool) -> Iterator[Problem]:
     """Not a run directory that the start would refuse. One that nobody wrote may be another one in another shell."""
     run_dir = config.run_dir
-    if not is_next:
-        is_written = "run_dir" in config.model_fields_set
-        is_of_service = os.geteuid() == 0 and run_dir.exists() and run_dir.stat().st_uid != 0
-        if not is_written or is_of_service:  # root looks at what is for another user
-            return
+    is_anothers = not _is_run_dir_written(config) or _is_of_service(run_dir) or is_made_by_manager(run_dir)
+    if is_anothers and not is_next:
+        return
     try:
         check_run_dir(run_dir, predecessor)
     except RunDirUnusable as error:
         what, _, fix = str(error).rpartition("; ")
         yield config.places.problem(("run_dir",), str(run_dir), what, fix)
+
+
+def _is_run_dir_written(config: Config) -> bool:
+    """Not by the variable, either: shells set it for engines, and the daemon's environment may have another one."""
+    is_of_shell = config.places.source(("run_dir",)) == f"environment {RUN_DIR_VARIABLE}"
+    return "run_dir" in config.model_fields_set and not is_of_shell
+
+
+def _is_of_service(run_dir: Path) -> bool:
+    """Whether root looks at what is another user's; not where even root may not look, which the start would tell."""
+    try:
+        return os.geteuid() == 0 and run_dir.stat().st_uid != 0
+    except OSError:
+        return False
 
 
 def _largest(config: Config) -> tuple[Location, object]:

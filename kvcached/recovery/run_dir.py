@@ -95,16 +95,33 @@ def _check_can_be_made(path: Path) -> None:
     there = next(part for part in path.parents if os.path.lexists(part))
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    _check_is_writable(there)
+
+
+def _check_is_writable(directory: Path) -> None:
+    """Refuse where the kernel would, in its order: no user writes to a file system that may only be read."""
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(directory))
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+
+
+def is_made_by_manager(run_dir: Path) -> bool:
+    """Whether it is not there, and this user may not make it: a service manager may make it at each start."""
+    if os.geteuid() == _ROOT or os.path.lexists(run_dir):
+        return False
+    try:
+        _check_can_be_made(run_dir)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
 
 
 def _check_lock_file(directory: int, run_dir: Path, predecessor: int) -> None:
     try:
         lock = os.open(LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
     except FileNotFoundError:
-        if not os.access(run_dir, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run_dir)) from None
+        _check_is_writable(run_dir)
         return
     try:
         status = os.fstat(lock)

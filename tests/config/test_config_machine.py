@@ -5,9 +5,10 @@ import json
 import os
 import pwd
 import resource
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -398,28 +399,107 @@ def test_run_directory_of_another_user_is_refused_for_the_next_daemon(tmp_path: 
     assert problems(tmp_path, HOST) == []
 
 
-def test_run_directory_of_another_daemon_is_refused_for_the_next_one(tmp_path: Path) -> None:
+def test_run_directory_of_another_daemon_is_refused_for_the_next_one(tmp_path: Path, other_process: int) -> None:
     """The lock of the daemon that is restarted is no reason, and where that is not known, nobody's is."""
     config = load(tmp_path, HOST)
     _, held = claim_run_dir(config.run_dir)
     with held:
         assert next_problems(config, os.getpid()) == []
         assert next_problems(config) == []
-        (refused,) = next_problems(config, os.getppid())
+        (refused,) = next_problems(config, other_process)
         assert f"another daemon runs in {config.run_dir}; stop it, or choose another run_dir" in refused
         assert problems(tmp_path, HOST) == []
-    assert next_problems(config, os.getppid()) == []
+    assert next_problems(config, other_process) == []
 
 
-def test_run_directory_that_nobody_wrote_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def other_process() -> Iterator[int]:
+    """A process of this user that has nothing to do with the run directory."""
+    with subprocess.Popen(["/bin/sleep", "60"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.mark.parametrize("environment", [{}, {"KVCACHED_RUN_DIR": "{tmp_path}/file"}], ids=["default", "variable"])
+def test_run_directory_that_nobody_wrote_is_no_mistake(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon's environment may name another one; the check before a restart has that environment."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVCACHED_RUN_DIR", str(tmp_path / "file"))
-    (tmp_path / "kvcached.toml").write_text(HOST)
-    config = load_config(tmp_path / "kvcached.toml", environment={})
+    (tmp_path / "kvcached.toml").write_text(f'run_dir = "{tmp_path}/run"\n{HOST}' if environment else HOST)
+    variables = {name: value.format(tmp_path=tmp_path) for name, value in environment.items()}
+    config = load_config(tmp_path / "kvcached.toml", environment=variables)
+    assert config.run_dir == tmp_path / "file"
 
     check_machine(config, is_trial=True)
     assert "Not a directory" in next_problems(config)[0]
+
+
+@pytest.mark.parametrize("user", [65534, 0])
+def test_run_directory_that_the_unit_makes_at_the_start_is_no_mistake(
+    user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the daemon's user may not make it in /run is a warning; before a restart, and to root, it is a mistake."""
+    path = tmp_path / "kvcached.toml"
+    path.write_text(HOST)
+    command = ["check-config", "--config", str(path), "--run-dir", str(tmp_path / "run")]
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+
+    result = CliRunner().invoke(main, command)
+    said = "warning: run directory {} is not there, and user 65534 cannot make it; leave that to RuntimeDirectory= "
+    assert result.exit_code == (0 if user else 2)
+    assert (said if user else "run directory {}: Permission denied").format(tmp_path / "run") in result.stderr
+    (refused,) = next_problems(load(tmp_path, HOST))
+    assert f"Permission denied: {tmp_path}; mend that, or choose another run_dir" in refused
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_run_directory_on_a_file_system_that_may_only_be_read_is_refused_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_there: bool
+) -> None:
+    """It is called so, as by the start, to every user: no service manager makes a directory there, either."""
+    config = load(tmp_path, HOST)
+    if is_there:
+        config.run_dir.mkdir(mode=0o750)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    system = os.statvfs(tmp_path)
+    read_only = os.statvfs_result((*system[:8], system.f_flag | os.ST_RDONLY, *system[9:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: read_only)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    (refused,) = problems(tmp_path, HOST)
+    (before_restart,) = next_problems(config)
+    assert f"Read-only file system: {config.run_dir if is_there else tmp_path}; mend that" in before_restart
+    assert refused == before_restart.replace(f"{tmp_path}/", "")
+
+
+WITHOUT_CAPABILITIES = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which(WITHOUT_CAPABILITIES[0]) is None, reason="no root, or no setpriv")
+def test_run_directory_that_root_may_not_look_at_is_told(tmp_path: Path) -> None:
+    """Root without capabilities, as in a container, meets another user's closed directory: one line says so."""
+    path, closed = tmp_path / "kvcached.toml", tmp_path / "closed"
+    path.write_text(f'run_dir = "{closed}/run"\n{HOST}')
+    (closed / "run").mkdir(parents=True)
+    os.chown(closed, 65534, 65534)
+    closed.chmod(0o700)
+
+    done = subprocess.run(
+        [*WITHOUT_CAPABILITIES, sys.executable, "-m", "kvcached", "check-config"],
+        env={**clean_environment(), "KVCACHED_CONFIG": str(path), "KVCACHED_RUN_DIR": ""},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert done.returncode == 2, done.stderr
+    assert f'kvcached: {path}:1: run_dir = "{closed}/run": run directory {closed}/run: Permission' in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["serve", "check-config"])
