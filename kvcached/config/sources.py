@@ -39,7 +39,7 @@ def _read(path: Path) -> str:
         data = file.read(CONFIG_BYTES_MAX + 1)
     if len(data) > CONFIG_BYTES_MAX:
         raise ValueError(f"it has more than {CONFIG_BYTES_MAX} bytes")
-    return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    return data.decode().removeprefix("\ufeff")  # a byte order mark, with which some editors begin a file
 
 
 def _unreadable(path: Path, what: str, fix: str) -> ConfigError:
