@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,19 @@ def stop(process: int) -> None:
             pass
 
 
-def fetched(engine: LineProcess, numbers: range) -> list[str]:
-    """What an engine says of prompts whose blocks were loading when it read them."""
-    said = [engine.ask(f"fetch {number}") for number in numbers]
-    return [each for each in said if "loading True" in each]
+def fetched(engine: LineProcess, wanted: int = 4) -> list[str]:
+    """What an engine says of prompts whose blocks were loading when it read them, of so many of them.
+
+    On a busy machine most loads are over by then. The pool has room for few prompts, so the next ones load again.
+    """
+    said: list[str] = []
+    for number in cycle(range(PROMPTS)):
+        reply = engine.ask(f"fetch {number}")
+        if "loading True" in reply:
+            said.append(reply)
+        if len(said) == wanted:
+            break
+    return said
 
 
 @pytest.mark.parametrize("on_device", [1, 2], indirect=True)
@@ -85,9 +95,8 @@ def test_kernels_of_a_layer_wait_for_it_on_the_stream(on_device: OnDevice) -> No
     """Each kernel sees the bytes of its layer, though the host waits for no layer before it launches the next."""
     with stream_engine(on_device, "GatedEngine") as engine:
         engine.ask(f"serve {PROMPTS}")
-        loaded = fetched(engine, range(PROMPTS // 2))
+        loaded = fetched(engine)
     assert set(loaded) == {"read loading True whole True wrong 0"}
-    assert len(loaded) >= 4
 
 
 def test_host_waits_where_streams_cannot(on_device: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +104,7 @@ def test_host_waits_where_streams_cannot(on_device: OnDevice, monkeypatch: pytes
     monkeypatch.setenv("FAKE_CUDA_FAULTS", "refused_values=1")
     with stream_engine(on_device, "GatedEngine", delay_us=0) as engine:
         engine.ask(f"serve {PROMPTS}")
-        loaded = fetched(engine, range(PROMPTS // 2))
+        loaded = fetched(engine)
     assert set(loaded) == {"read loading True whole True wrong 0"}
     assert trace.ran(trace.read(on_device.trace_path), "wait value") == []
 
