@@ -4,112 +4,159 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from types import FunctionType, ModuleType
+from typing import Any, Final, NamedTuple
 
 import torch
 from blake3 import blake3
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
+from kvcached_client.transformers.code_parts import CodeParts, is_foreign
 from kvcached_client.transformers.model import Model
 
-#: Packages whose versions say what they compute.
-_KNOWN: Final = frozenset({"torch", "transformers"})
-#: Packages whose hooks and replaced methods compute the same: elsewhere, or faster.
-_HARMLESS: Final = _KNOWN | {"accelerate", "kernels"}
 _UNSEEN: Final = "which the digest of the model does not see: write that code into the class of a module, in a file"
 
 
-def foreign_code(model: Model) -> list[tuple[str, list[str]]]:
-    """The classes of a model's modules that come from other packages, and digests of the files that they are made of.
+class _Call(NamedTuple):
+    """What a module runs beside the method of its class.
 
-    These are the file of a class, those of its package whose names it has imported, and so on.
+    Attributes:
+        where: the module's name, and that of its attribute.
+        words: the same for people, behind the model's name.
+        module: that runs it.
+        call: what it runs.
+    """
+
+    where: str
+    words: str
+    module: torch.nn.Module
+    call: object
+
+
+def foreign_code(model: Model) -> list[tuple[str, list[str]]]:
+    """What tells the code of a model from that of another one, beside the versions of torch and transformers.
+
+    The classes of its modules that come from other packages, with digests of the files that they are made of: the file
+    of a class, those of its package whose names it has imported, and so on. Hooks and replaced methods in the same way,
+    with the values that they hold.
 
     Raises:
-        ValueError: there is no file of a class.
+        ValueError: there is no file of a class, or part of the code cannot be read.
     """
-    classes = {each for module in model.modules() for each in type(module).__mro__ if _is_foreign(each)}
-    return sorted((each.__qualname__, sorted(_digests(each))) for each in classes)
-
-
-def replaced_code(model: Model) -> Iterator[str]:
-    """What changes the results of the classes of a model's modules, in words behind the model's name."""
-    for name, module in model.named_modules():
-        place = f"in {name}" if name else "of its own"
-        if parametrize.is_parametrized(module):
-            yield f"has a parametrization {place}, which its digest does not see: call remove_parametrizations of torch"
-        if not _is_known(module, vars(module).get("forward")):
-            yield f"has a replaced forward method {place}, {_UNSEEN}"
-        for hook in (*_hooks(vars(module), "_forward"), *_of_accelerate(module)):
-            if not _is_known(module, hook):
-                yield f"has a forward hook {place}, {_UNSEEN}"
-    for hook in _hooks(vars(torch_module), "_global_forward"):
-        if not _is_known(model, hook):
-            yield f"is run with forward hooks of all modules, {_UNSEEN}"
-
-
-def _is_foreign(kind: type) -> bool:
-    package = kind.__module__.partition(".")[0]
-    return package not in _KNOWN and package not in sys.stdlib_module_names
-
-
-def _digests(kind: type) -> set[str]:
-    found, reached, waiting = set(), {kind.__module__}, [kind.__module__]
-    while waiting:
-        module = sys.modules.get(waiting.pop())
-        file = Path(getattr(module, "__file__", None) or "")
-        if file.is_file():
-            found.add(blake3(file.read_bytes()).hexdigest())
-        elif not found:
-            raise ValueError(
-                f"the class {kind.__qualname__} of module {kind.__module__} has no file that tells its code from that "
-                "of another class: put it into one"
-            )
-        names = {_origin(each) for each in vars(module).values()} - reached
-        own = [name for name in names if name.partition(".")[0] == kind.__module__.partition(".")[0]]
-        reached.update(own)
-        waiting.extend(own)
+    classes = {each for module in model.modules() for each in type(module).__mro__ if is_foreign(each.__module__)}
+    digests = functools.cache(_digests)  # of a quantized model, hundreds of modules have the same code
+    found = sorted((each.__qualname__, sorted(digests(each.__module__, _file_of(each)))) for each in classes)
+    parts = CodeParts(model)
+    for where, _, module, call in _calls(model):
+        if code := [text for part in parts.of(module, call) for text in _texts(part, digests)]:
+            found.append((where, code))
     return found
 
 
-def _origin(value: object) -> str:
-    """The module that something is, or where it is defined; "" where nothing says so."""
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-    return name if isinstance(name, str) else ""
+def replaced_code(model: Model) -> Iterator[str]:
+    """What computes with a model that its digest cannot tell from something else, in words behind the model's name."""
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            place = _place(name)
+            yield f"has a parametrization {place}, which its digest does not see: call remove_parametrizations of torch"
+    digests = functools.cache(_digests)
+    parts = CodeParts(model)
+    for _, words, module, call in _calls(model):
+        try:
+            for part in parts.of(module, call):
+                _texts(part, digests)
+        except ValueError:
+            yield f"{words}, {_UNSEEN}"
 
 
-def _hooks(names: Mapping[str, Any], kind: str) -> Iterator[object]:
+def _calls(model: Model) -> Iterator[_Call]:
+    """Hooks and replaced methods of a model's modules."""
+    for name, module in model.named_modules():
+        if (forward := vars(module).get("forward")) is not None:
+            yield _Call(f"{name}.forward", f"has a replaced forward method {_place(name)}", module, forward)
+        for attribute, hook in (*_hooks(vars(module), "_forward"), *_of_accelerate(module)):
+            yield _Call(f"{name}.{attribute}", f"has a forward hook {_place(name)}", module, hook)
+    for attribute, hook in _hooks(vars(torch_module), "_global_forward"):
+        yield _Call(attribute, "is run with forward hooks of all modules", model, hook)
+
+
+def _place(name: str) -> str:
+    return f"in {name}" if name else "of its own"
+
+
+def _hooks(names: Mapping[str, Any], kind: str) -> Iterator[tuple[str, object]]:
     """What torch runs before and after forward methods. It has no names for them that are not its own."""
     for name in (f"{kind}_pre_hooks", f"{kind}_hooks"):
-        yield from names[name].values()
+        for hook in names[name].values():
+            yield name, hook
 
 
-def _of_accelerate(module: torch.nn.Module) -> tuple[Any, ...]:
+def _of_accelerate(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """The hooks that accelerate runs before and after a module's forward method, also those made by others."""
-    hook = vars(module).get("_hf_hook")
-    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+    name = "_hf_hook"
+    if (hook := vars(module).get(name)) is not None:
+        yield from ((name, each) for each in getattr(hook, "hooks", (hook,)))
 
 
-def _is_known(module: torch.nn.Module, call: object) -> bool:
-    """Whether code belongs to the class of a module or to a harmless package, with all that it is wrapped around."""
-    wrapped: list[object] = []
-    if isinstance(call, functools.partial):
-        wrapped.append(call.func)
-    elif (function := getattr(call, "__func__", None)) is not None:  # of a bound method
-        return _is_known(module, function)
-    elif call is None or any(vars(each).get("forward") is call for each in type(module).__mro__):
-        return True
-    elif _package(call) not in _HARMLESS:
-        return False
-    wrapped += [getattr(call, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__")]
-    return all(_is_known(module, each) for each in wrapped)
+def _texts(part: object, digests_of: Callable[[str, Path], set[str]]) -> list[str]:
+    """A part of a hook or a method, in words and digests.
+
+    Raises:
+        ValueError: it cannot be read, or has no file.
+    """
+    if isinstance(part, FunctionType):
+        code = part.__code__
+        digests = digests_of(str(part.__globals__.get("__name__")), Path(code.co_filename))
+        return [code.co_qualname, str(code.co_firstlineno), *sorted(digests)]  # decorators change names of functions
+    if isinstance(part, type):
+        return [part.__qualname__, *sorted(digests_of(part.__module__, _file_of(part)))]
+    return [repr(part)]
 
 
-def _package(call: object) -> str:
-    """Where a function was written, whatever it calls itself; of an object, where its class was."""
-    names = getattr(call, "__globals__", None)
-    name: str = type(call).__module__ if names is None else names.get("__name__", "")
-    return name.partition(".")[0]
+def _file_of(kind: type) -> Path:
+    if (file := _file(sys.modules.get(kind.__module__))) is None:
+        raise ValueError(
+            f"the class {kind.__qualname__} of module {kind.__module__} has no file that tells its code from that "
+            "of another class: put it into one"
+        )
+    return file
+
+
+def _file(module: ModuleType | None) -> Path | None:
+    file = Path(getattr(module, "__file__", None) or "")
+    return file if file.is_file() else None
+
+
+def _digests(name: str, file: Path) -> set[str]:
+    """Of a file of this module, and of those of its package whose names the module has imported, and so on."""
+    package = name.partition(".")[0]
+    files, reached, waiting = {file}, {name}, [name]
+    while waiting:
+        if (module := sys.modules.get(waiting.pop())) is None:
+            continue  # classes may say that they are from a module that nobody has imported
+        if (found := _file(module)) is not None:
+            files.add(found)
+        own = {each for each in _imported(module) if each.partition(".")[0] == package} - reached
+        reached.update(own)
+        waiting.extend(own)
+    return {blake3(_content(each)).hexdigest() for each in files}
+
+
+def _content(file: Path) -> bytes:
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    return file.read_bytes()
+
+
+def _imported(module: ModuleType) -> Iterator[str]:
+    """The modules that a module's names come from."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, ModuleType):
+            # Python gives a package a name for each of its modules that anyone imports: they say nothing about it.
+            if not (hasattr(module, "__path__") and sys.modules.get(f"{module.__name__}.{name}") is value):
+                yield value.__name__
+        elif isinstance(origin := getattr(value, "__module__", None), str):
+            yield origin
