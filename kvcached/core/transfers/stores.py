@@ -19,7 +19,7 @@ from kvcached.core.index.tree import BATCH_DIVISOR, PrefixTree
 from kvcached.core.lease import FenceHold
 from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import TransferKind
-from kvcached.core.slots.ranges import Ranges, join, slot_count
+from kvcached.core.slots.ranges import Ranges, join, no_ranges, slot_count
 from kvcached.core.slots.slots import DevicePool
 from kvcached.core.slots.states import SlotState, TransferState
 from kvcached.core.transfers.table import TransferTable
@@ -121,7 +121,7 @@ class Stores:
         self, tree: PrefixTree, pool: DevicePool, run: Run, pieces: list[Piece], *, whole: bool
     ) -> tuple[list[Piece], bool]:
         """Which of these blocks one store may have now, and whether it waits for others to end."""
-        device = join([tree.path_slots(run, piece.start, piece.end, pool.index) for piece in pieces])
+        device = _device_slots(tree, pool, run, pieces)
         count, is_alone = pool.doubts.next_store(device)
         if is_alone and count and self._table.of_pool(pool, TransferKind.STORE):
             return [], True
@@ -132,9 +132,7 @@ class Stores:
     def _start_store(
         self, tree: PrefixTree, pool: DevicePool, run: Run, pieces: list[Piece], slots: Ranges[int]
     ) -> None:
-        device = slots[:0]
-        for piece in pieces:
-            device.extend(tree.path_slots(run, piece.start, piece.end, pool.index))
+        device = _device_slots(tree, pool, run, pieces)
         transfer = WorkerTransfer(self._table.next_id(), TransferKind.STORE, tree, run, pieces, slots, pool, device)
         tree.put_host(run, pieces, slots)
         tree.share_priority(run, pool.index, HOST)
@@ -182,7 +180,7 @@ class Stores:
         for segment in passed:
             tree.policies[pool.index].add(segment)
             if room > 0 and not pool.stores_paused:
-                room -= self.store(tree, pool, segment.run, segment.run.start + segment.length, whole=True)
+                room = self._store_tail(tree, pool, segment, room)
 
     def _drop_stored(self, tree: PrefixTree, pool: DevicePool, wanted: int) -> tuple[list[Segment], int]:
         """Drop tails that the host pool holds; the others that were seen, and how many slots are wanted still."""
@@ -215,7 +213,12 @@ class Stores:
             is_due = tree.write_policy in _STORE_TAILS and (wanted > 0 or not is_on_need)
             if is_due and room > 0 and not pool.stores_paused:
                 wanted -= segment.evictable_tail
-                room -= self.store(tree, pool, segment.run, segment.run.start + segment.length, whole=True)
+                room = self._store_tail(tree, pool, segment, room)
+
+    def _store_tail(self, tree: PrefixTree, pool: DevicePool, segment: Segment, room: int) -> int:
+        """Start to store a tail, if all of it can be; how many more stores may be started then."""
+        started = self.store(tree, pool, segment.run, segment.run.start + segment.length, whole=True)
+        return self._room(pool) if pool.doubts else room - started
 
     def write_back(self, tree: PrefixTree, pool: DevicePool, count: int) -> bool:
         """Somebody needs `count` slots, more than are free: whether to wait for blocks that are being written back.
@@ -272,6 +275,14 @@ def _resident_end(tree: PrefixTree, pool: DevicePool, run: Run, depth: int) -> t
             return run, min(depth, run.start + segment.length)
         run, depth = run.parent, run.start
     return run, 0
+
+
+def _device_slots(tree: PrefixTree, pool: DevicePool, run: Run, pieces: list[Piece]) -> Ranges[int]:
+    """The device slots of these blocks, in the order of the blocks: doubts tell of how many of the first ones."""
+    device = no_ranges()
+    for piece in pieces:
+        device.extend(tree.path_slots(run, piece.start, piece.end, pool.index))
+    return device
 
 
 def _has_room(tree: PrefixTree, count: int, run: Run, depth: int) -> bool:
