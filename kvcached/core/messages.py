@@ -125,6 +125,14 @@ class SlotsHandedOut:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsReclaimed:
+    """Dead processes had these host slots, and had not said that they were through: no block is to be found there."""
+
+    namespace: bytes
+    slots: Ranges[int]
+
+
+@dataclass(frozen=True, slots=True)
 class QueryStorage:
     """Ask storage how many of the first of these blocks it has, and tell by a `StorageAnswered`."""
 
@@ -263,6 +271,7 @@ Effect = (
     | LoadsEnded
     | SlabAllocated
     | SlotsHandedOut
+    | SlotsReclaimed
     | QueryStorage
     | StartFetch
     | StartBackup

@@ -13,7 +13,7 @@ from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.pieces import Piece
 from kvcached.core.index.run import KEY_SIZE
 from kvcached.core.lease import Asked, OffloadLease
-from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, TransferKind
+from kvcached.core.messages import SessionEnded, SessionExpired, SlotsHandedOut, SlotsReclaimed, TransferKind
 from kvcached.core.namespaces import Namespaces, NamespaceSpec
 from kvcached.core.refusals import Refusal, Why
 from kvcached.core.session import OffloadSession, Sessions
@@ -150,6 +150,7 @@ class Offload:
         for pool, slots in session.quarantined:
             pool.move(slots, SlotState.QUARANTINED, SlotState.FREE, f"end of session {session.id}")
             freed += slot_count(slots)
+            self._effects.append(SlotsReclaimed(session.namespace.spec.root, slots))
         session.quarantined.clear()
         session.enter(SessionState.ENDED)
         del self.sessions[session.id]

@@ -32,6 +32,7 @@ from kvcached.core.messages import (
     SessionExpired,
     SlabAllocated,
     SlotsHandedOut,
+    SlotsReclaimed,
     StartBackup,
     StartFetch,
     StartTransfer,
@@ -250,7 +251,7 @@ class Service:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case SlabAllocated() | SlotsHandedOut():
+            case SlabAllocated() | SlotsHandedOut() | SlotsReclaimed():
                 self._claims.write(effect)
             case StartTransfer():
                 self.state_writer.keep()

@@ -24,6 +24,7 @@ from kvcached.core.messages import (
     Event,
     SlabAllocated,
     SlotsHandedOut,
+    SlotsReclaimed,
     StorageLost,
     StorageReady,
     Ticked,
@@ -354,24 +355,29 @@ class HostClaims:
         self._offload_admission = admission
         self._cache = cache
 
-    def write(self, effect: SlabAllocated | SlotsHandedOut) -> None:
+    def write(self, effect: SlabAllocated | SlotsHandedOut | SlotsReclaimed) -> None:
         """Carry out one effect.
 
         A slab is wiped before the ledger says whose it is: what lies in it must not be taken for theirs. Claims are
-        there before the reply that hands the slots out.
+        there before the reply that hands the slots out. What nobody has reported may have been removed meanwhile, so
+        its headers go; where the namespace is forgotten, so are its slabs.
         """
-        if self._headers is None:
+        is_gone = isinstance(effect, SlotsReclaimed) and effect.namespace not in self._cache.offload.namespaces.by_root
+        if self._headers is None or is_gone:
             return
         geometry = self.geometry(effect.namespace)
         if isinstance(effect, SlabAllocated):
             self._headers.clear_slab(effect.slab, geometry)
+        elif isinstance(effect, SlotsReclaimed):
+            self._headers.forget(slots_of(effect.slots), geometry)
         else:
             self._headers.claim(slots_of(effect.slots), geometry, self._cache.epoch, effect.session)
 
     def forget(self, tree: PrefixTree, keys: bytes) -> None:
         """Blocks were removed on request: the next daemon must not find them in slots that are free.
 
-        Nor those that were evicted before, whose headers stand there until others need their slots.
+        Nor those that were evicted before, whose headers stand there until others need their slots, nor in slots that
+        are set aside for an expired session: one more claim of it takes the place of what its processes have written.
         """
         if self._headers is None or tree.host is None:
             return
@@ -379,6 +385,10 @@ class HostClaims:
         found = self._headers.find(keys, geometry, host.slabs)
         is_free = np.array([host.holds(slot, 1, SlotState.FREE) for slot in found.tolist()], bool)
         self._headers.forget(found[is_free], geometry)
+        for session in self._cache.offload.sessions.values():
+            for _, slots in session.quarantined if session.namespace.spec.root == tree.namespace else ():
+                set_aside = np.intersect1d(found, slots_of(slots))
+                self._headers.claim(set_aside, geometry, self._cache.epoch, session.id)
 
     def geometry(self, namespace: bytes) -> HostGeometry:
         """The host pool as the blocks of a namespace lie in it."""

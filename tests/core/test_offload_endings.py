@@ -14,6 +14,7 @@ from kvcached.core.messages import (
     SessionExpired,
     SlabAllocated,
     SlotsHandedOut,
+    SlotsReclaimed,
     Ticked,
     TransferKind,
 )
@@ -73,6 +74,8 @@ def test_stores_of_a_silent_session_are_set_aside_until_it_is_dead(cache: Cache,
     assert len(slots_of(other.prepare(other.acquire("0123456789ABCDEF"), "0123456789ABCDEF").slots)) == 14
     cache.handle(MembersDied(engine.session))
     assert endings(cache)[-1] == SessionEnded(engine.session, 2)
+    reclaimed = [effect for effect in cache.effects if isinstance(effect, SlotsReclaimed)]
+    assert [slots_of(effect.slots) for effect in reclaimed] == [[2, 3]]
     assert engine.states == (2, 14, 0, 0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcached.core.messages import TransferKind
+from kvcached.core.slots.ranges import every_slot
 from kvcached.core.slots.states import SlotState
 from kvcached.memory.host_pool import HostHeaders, create_host_memory
 from kvcached.recovery.scan import scan
@@ -127,29 +128,43 @@ def headers() -> Iterator[HostHeaders]:
     memory.close()
 
 
+class Shards:
+    """What the processes of an engine write beside the host slots, and what the next daemon would find there."""
+
+    def __init__(self, office: OffloadOffice, welcome: wire.WelcomeOffload, headers: HostHeaders) -> None:
+        self._headers = headers
+        self._geometry = office.service._offload_admission.geometry(welcome.namespace)
+        self._kind = HeaderKind(welcome.namespace[:16], b"f" * 16, welcome.generation)
+        (self._tree,) = office.cache.offload.namespaces.trees
+
+    def write(self, keys: bytes, slots: list[int]) -> None:
+        """Complete headers of a prompt's blocks."""
+        chain = keys_in(keys)
+        for depth, (key, slot) in enumerate(zip(chain, slots, strict=True)):
+            name = BlockName(key, chain[depth - 1] if depth else b"", depth)
+            for shard in range(2):
+                place = self._geometry.header_offset(slot, shard)
+                packed = host_header.pack(self._kind, name, bytes(16), EPOCH, 1)
+                host_header.write(self._headers._mapped.cast("B")[place : place + len(packed)], packed)
+
+    def found(self) -> int:
+        """How many blocks."""
+        assert self._tree.host is not None
+        return len(scan(self._headers.table, self._geometry, self._kind, self._tree.host.slabs))
+
+
 def test_next_daemon_does_not_find_what_was_removed(headers: HostHeaders) -> None:
     """The headers of its slots are no headers any more, also of a slot that was evicted before; others stay."""
     office = OffloadOffice(headers=headers)
     welcome = office.attach(FakePeer(1))
-    geometry = office.service._offload_admission.geometry(welcome.namespace)
-    kind = HeaderKind(welcome.namespace[:16], b"f" * 16, welcome.generation)
+    shards = Shards(office, welcome, headers)
     (tree,) = office.cache.offload.namespaces.trees
-    assert tree.host is not None
 
     def store(blocks: int, seed: int) -> None:
         cache(office, welcome, blocks, seed)
         slots = {key: slot for run in tree.runs() for key, slot in solid_slots(run, -1).items()}
-        chain = keys_in(key_chain(blocks, seed))
-        for depth, key in enumerate(chain):
-            name = BlockName(key, chain[depth - 1] if depth else b"", depth)
-            for shard in range(2):
-                place = geometry.header_offset(slots[key], shard)
-                packed = host_header.pack(kind, name, bytes(16), EPOCH, 1)
-                host_header.write(headers._mapped.cast("B")[place : place + len(packed)], packed)
-
-    def found() -> int:
-        assert tree.host is not None
-        return len(scan(headers.table, geometry, kind, tree.host.slabs))
+        keys = key_chain(blocks, seed)
+        shards.write(keys, [slots[key] for key in keys_in(keys)])
 
     store(3, 1)
     everything = office.acquire_blocks(3, seed=1, request="all of it")
@@ -157,15 +172,38 @@ def test_next_daemon_does_not_find_what_was_removed(headers: HostHeaders) -> Non
     tree.shed_host("evicted before")
     held = office.acquire_blocks(2, seed=1)
     release(office, everything.lease)
-    assert found() == BLOCKS + 3
+    assert shards.found() == BLOCKS + 3
 
     assert said(ask(office, "tiny", key_chain(BLOCKS, 2)))[:2] == (0, 0)
-    assert found() == 3
+    assert shards.found() == 3
     assert said(ask(office, "tiny", key_chain(3, 1))) == (0, 1, 0, 2, "")
-    assert found() == 2
+    assert shards.found() == 2
     release(office, held.lease)
     assert said(ask(office, "tiny", key_chain(3, 1))) == (0, 2, 0, 0, "")
-    assert found() == 0
+    assert shards.found() == 0
+
+
+@pytest.mark.parametrize("is_written_later", [False, True])
+def test_next_daemon_does_not_find_what_was_removed_before_its_store_was_reported(
+    headers: HostHeaders, *, is_written_later: bool
+) -> None:
+    """Nor what a process of an expired session writes after the removal: when all are dead its headers go, too."""
+    office = OffloadOffice(headers=headers)
+    process = FakePeer(1)
+    welcome = office.attach(process)
+    shards, keys = Shards(office, welcome, headers), key_chain(3, 1)
+    plan = office.storing(3, seed=1)
+    slots = [slot for (copy,) in [office.cache.offload.transfers] for slot in every_slot(copy.host)]
+    shards.write(keys, slots)
+    office.let_expire()
+    assert (plan.depth, shards.found(), office.host_states()["quarantined"]) == (3, 3, 3)
+
+    assert said(ask(office, "tiny", keys)) == (0, 0, 0, 0, "")
+    assert shards.found() == 0
+    if is_written_later:
+        shards.write(keys, slots)
+    office.die(process)
+    assert (shards.found(), office.host_states()) == (0, {"free": 8})
 
 
 # --- storage --------------------------------------------------------------------------------------------------------
