@@ -266,7 +266,8 @@ class Cache:
             limit = session.hit_limit(keys, tokens, full=full)
             run, depth = session.tree.match(keys, limit, session.pool.index)
             depth = session.tree.match_host(run, depth, keys, limit)[1]
-        chain = Chain(session.tree, keys[: limit * KEY_SIZE], depth, session.block_size, rate, tenant)
+        stays = self.removals.stays_in_storage(session.tree, keys, limit)
+        chain = Chain(session.tree, keys[: limit * KEY_SIZE], depth, stays, session.block_size, rate, tenant)
         return self.storage.prefetch(session_id, chain, own)
 
     def pause(self, replica: str = "") -> None:

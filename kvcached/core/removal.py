@@ -2,6 +2,8 @@
 
 Removal takes what eviction could take. What leases, copies under way, pins and prefetches hold stays, in memory and in
 storage, and is counted: no lease breaks, and no generation ends. Who repeats it later gets the rest.
+
+While storage deletes, prefetches that begin leave there what is removed: else they would bring it back to memory.
 """
 
 from __future__ import annotations
@@ -37,6 +39,14 @@ class Removal(NamedTuple):
     keys: bytes
 
 
+class _Deletion(NamedTuple):
+    """Storage has been told of a removal, and has not answered. Its first block is `key`, at the depth `start`."""
+
+    removal: Removal
+    start: int
+    key: bytes
+
+
 class Removals:
     """Removes prefixes.
 
@@ -50,9 +60,10 @@ class Removals:
         self._namespaces = namespaces
         self._prefetches = prefetches
         self._counters = counters
+        self._deletions: list[_Deletion] = []
 
     def remove(self, tree: PrefixTree, keys: bytes, start: int) -> Removal:
-        """Remove the blocks of a prompt from `start` on, and everything that continues them.
+        """Remove the blocks of a prompt from `start` on, and everything that continues them. `deleted` has to follow.
 
         Args:
             tree: of the prompt's namespace.
@@ -72,10 +83,20 @@ class Removals:
         left = (key for key in gone if key not in held) if held else gone
         device, host = sum(each.device for each in removed), sum(each.host for each in removed)
         self._counters["forgotten_blocks"] += device + host
-        return Removal(trees, device, host, len(held), b"".join(left))
+        removal = Removal(trees, device, host, len(held), b"".join(left))
+        self._deletions.append(_Deletion(removal, start, keys[start * KEY_SIZE : (start + 1) * KEY_SIZE]))
+        return removal
+
+    def stays_in_storage(self, tree: PrefixTree, keys: bytes, limit: int) -> int:
+        """How many of the first `limit` blocks of a prompt are before what storage is deleting."""
+        for removal, start, key in self._deletions:
+            if tree in removal.trees and keys[start * KEY_SIZE : (start + 1) * KEY_SIZE] == key:
+                limit = min(limit, start)
+        return limit
 
     def deleted(self, removal: Removal, keys: bytes, start: int) -> None:
         """Storage has deleted, or tried to: what of that was computed again meanwhile may have to be written again."""
+        self._deletions = [each for each in self._deletions if each.removal is not removal]
         for tree in removal.trees:
             if tree.known(keys, start + 1)[1] > start:
                 unmark_deleted(tree, keys, start, set(_split(removal.keys)))

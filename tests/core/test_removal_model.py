@@ -12,13 +12,14 @@ from kvcached.core.index.host_tree import HOST
 from kvcached.core.index.run import Run
 from kvcached.core.index.tree import PrefixTree
 from kvcached.core.lease import OffloadLease
-from kvcached.core.messages import Grant
+from kvcached.core.messages import Grant, QueryStorage, StartFetch, StorageReady
 from kvcached.core.refusals import Refusal
 from kvcached.core.removal import Removal
 from kvcached.core.slots.slots import DevicePool
 from tests.core.engine import Engine, keys_of
 from tests.core.history import Choose, Operation, play, play_drawn
 from tests.core.offload_engine import OffloadEngine
+from tests.core.storage_world import Named
 from tests.core.test_storage_model import STEPS, StorageHistory
 from tests.core.tier_world import keys_in, solid_slots
 
@@ -27,17 +28,26 @@ Where = tuple[PrefixTree, int]
 
 
 class RemovalHistory(StorageHistory):
-    """The same with requests that go on for a while, with pins, and with an operator who removes prompts."""
+    """The same with requests that go on for a while, with pins, and with an operator who removes prompts.
+
+    Attributes:
+        deleting: what storage is to delete, by removal. Until it has, nothing of that is fetched.
+    """
 
     def __init__(self, choose: Choose) -> None:
         super().__init__(choose)
         self.managed_leases: list[tuple[Engine, Grant]] = []
         self.offload_leases: list[tuple[OffloadEngine, OffloadLease]] = []
-        self.deletions: list[tuple[Removal, bytes, int]] = []
+        self.deletions: list[tuple[Removal, str, int]] = []
+        self.deleting: list[tuple[Removal, set[Named]]] = []
         self.weighted += [(self.hold, 4), (self.let_go, 3), (self.pin, 2), (self.remove, 6), (self.end_deletion, 3)]
+        self.weighted.append((self.want_again, 4))
 
     def do(self, operation: Operation) -> None:
         super().do(operation)
+        asked = [each for each in self.world.under_way if isinstance(each, StartFetch)]
+        coming = {(each.namespace, each.generation, key) for each in asked for key in keys_in(each.span.keys)}
+        assert not any(coming & gone for _, gone in self.deleting)
         sessions = self.cache.managed.sessions.keys() | self.cache.offload.sessions.keys()
         self.managed_leases = [each for each in self.managed_leases if each[0].session in sessions]
         self.offload_leases = [each for each in self.offload_leases if each[0].session in sessions]
@@ -97,17 +107,39 @@ class RemovalHistory(StorageHistory):
         assert set(keys_in(removal.keys)) == (behind | set(keys_in(keys)[start:])) - stays
         self.done["removed"] += bool(behind - left)
         self.done["in use"] += bool(stays)
-        self.deletions.append((removal, keys, start))
+        self.deletions.append((removal, text, start))
+        names = {(each.namespace, self.world._generation(each) or 0) for each in removal.trees}
+        self.deleting.append((removal, {(*name, key) for name in names for key in keys_in(removal.keys)}))
         if self.choose(2):
             self.end_deletion()
 
+    def want_again(self) -> None:
+        """A request comes for a prompt that storage is to delete, all of which it still has, and it answers at once."""
+        removal, text, _ = self.pick(self.deletions) or (None, "", 0)
+        if removal is None:
+            return
+        self.cache.resume()
+        self.cache.handle(StorageReady())
+        spaces = self.cache.offload.namespaces
+        for engine in self.offload:
+            tree = spaces.by_root[engine.spec.root].tree
+            if tree in removal.trees:
+                name = tree.namespace, spaces.generation_of(tree) or 0
+                self.world.held |= {(*name, key) for key in keys_in(keys_of(text))}
+                self.world.prefetch(engine.session, text)
+                self.world.take()
+                while questions := [each for each in self.world.under_way if isinstance(each, QueryStorage)]:
+                    self.world.answer(self.world.under_way.index(questions[0]))
+                    self.world.take()
+
     def end_deletion(self) -> None:
         if self.deletions:
-            removal, keys, start = self.deletions.pop(self.choose(len(self.deletions)))
+            removal, text, start = self.deletions.pop(self.choose(len(self.deletions)))
             gone = set(keys_in(removal.keys))
             roots = {tree.namespace for tree in removal.trees}
             self.world.held -= {each for each in self.world.held if each[0] in roots and each[2] in gone}
-            self.cache.removals.deleted(removal, keys, start)
+            self.cache.removals.deleted(removal, keys_of(text), start)
+            self.deleting = [each for each in self.deleting if each[0] is not removal]
 
     # --- the model --------------------------------------------------------------------------------------------------
 

@@ -184,6 +184,21 @@ def test_prefetch_under_way_keeps_what_it_is_to_bring(world: StorageWorld) -> No
     world.check()
 
 
+def test_prefetch_brings_nothing_that_storage_is_deleting(world: StorageWorld) -> None:
+    """It ends where the removed blocks begin; when storage has deleted them, prefetches ask for the whole prompt."""
+    engine = shelved(world, "abcd")
+    tree = engine.core.namespaces.by_root[engine.spec.root].tree
+    removal = world.cache.removals.remove(tree, keys_of("abcd"), 2)
+    world.prefetch(engine.session, "abcd")
+    world.answer_all()
+    assert engine.hit("abcd") == 2
+    world.cache.removals.deleted(removal, keys_of("abcd"), 2)  # it failed
+
+    world.prefetch(engine.session, "abcd")
+    world.answer_all()
+    assert engine.hit("abcd") == 4
+
+
 def test_block_that_was_computed_during_its_deletion_is_written_again(world: StorageWorld) -> None:
     """Storage said that it has the block, and then deleted it: its next request has it written anew."""
     engine = shelved(world, "abcd")

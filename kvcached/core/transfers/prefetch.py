@@ -205,7 +205,7 @@ class Prefetches:
         return [prefetch for number, prefetch in self.under_way.items() if number not in self.waiting]
 
     def _is_too_little(self, prefetch: Prefetch) -> bool:
-        return prefetch.chain.limit - prefetch.next < max(self._limits.threshold_blocks, 1)
+        return prefetch.chain.stored_limit - prefetch.next < max(self._limits.threshold_blocks, 1)
 
     def _look(self, prefetch: Prefetch) -> bool:
         """How much of the chain of an engine in offload mode is there; whether a store of another brings what follows.
@@ -286,12 +286,12 @@ class Prefetches:
         if prefetch.copies:
             return
         if prefetch.stopping:
-            self._over(prefetch, PrefetchEnd.STOPPED if prefetch.next < prefetch.chain.limit else end)
+            self._over(prefetch, PrefetchEnd.STOPPED if prefetch.next < prefetch.chain.stored_limit else end)
         elif prefetch.next < prefetch.found:
             self._over(prefetch, PrefetchEnd.NO_ROOM)
         elif prefetch.inserted < prefetch.next:
             self._over(prefetch, PrefetchEnd.FAILED)
-        elif prefetch.asked == QUERY_BLOCKS_MAX and prefetch.next < prefetch.chain.limit:
+        elif prefetch.asked == QUERY_BLOCKS_MAX and prefetch.next < prefetch.chain.stored_limit:
             self._ask(prefetch)
         else:
             self._over(prefetch, end)

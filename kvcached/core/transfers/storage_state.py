@@ -44,6 +44,7 @@ class Chain(NamedTuple):
         tree: where.
         keys: of the first `limit` blocks.
         start: how many of them the engine finds already.
+        stored_limit: of how many of the first ones storage may be asked; the others come from stores alone.
         block_tokens: tokens per block.
         prefill_tokens_per_s: how fast the engine computes; 0 where it has not said.
         tenant: whom the request is for; "" for nobody in particular.
@@ -52,6 +53,7 @@ class Chain(NamedTuple):
     tree: PrefixTree
     keys: bytes
     start: int
+    stored_limit: int
     block_tokens: int
     prefill_tokens_per_s: float
     tenant: str = ""
@@ -150,7 +152,7 @@ class Prefetch:
 
     def ask(self, blocks: int) -> bytes:
         """The keys of its next blocks, at most so many, which storage is asked about."""
-        self.asked = min(self.chain.limit - self.next, blocks)
+        self.asked = min(self.chain.stored_limit - self.next, blocks)
         return self.chain.keys[self.next * KEY_SIZE : (self.next + self.asked) * KEY_SIZE]
 
     def answered(self, found: int, now_us: int) -> None:
