@@ -84,13 +84,13 @@ class Removals:
         device, host = sum(each.device for each in removed), sum(each.host for each in removed)
         self._counters["forgotten_blocks"] += device + host
         removal = Removal(trees, device, host, len(held), b"".join(left))
-        self._deletions.append(_Deletion(removal, start, keys[start * KEY_SIZE : (start + 1) * KEY_SIZE]))
+        self._deletions.append(_Deletion(removal, start, _key_at(keys, start)))
         return removal
 
     def stays_in_storage(self, tree: PrefixTree, keys: bytes, limit: int) -> int:
         """How many of the first `limit` blocks of a prompt are before what storage is deleting."""
         for removal, start, key in self._deletions:
-            if tree in removal.trees and keys[start * KEY_SIZE : (start + 1) * KEY_SIZE] == key:
+            if tree in removal.trees and _key_at(keys, start) == key:
                 limit = min(limit, start)
         return limit
 
@@ -114,9 +114,8 @@ class Removals:
         for tree in trees:
             for run, offset in tree.behind(keys, start):
                 held.update(_split(bytes(run.keys[offset * KEY_SIZE :])))
-        place = slice(start * KEY_SIZE, (start + 1) * KEY_SIZE)
         for prefetch in self._prefetches.under_way.values():
-            if prefetch.chain.tree in trees and prefetch.chain.keys[place] == keys[place]:
+            if prefetch.chain.tree in trees and _key_at(prefetch.chain.keys, start) == _key_at(keys, start):
                 held.update(_coming(prefetch, start))
         return held
 
@@ -124,6 +123,10 @@ class Removals:
 def _coming(prefetch: Prefetch, start: int) -> list[bytes]:
     """The blocks from `start` on that are not in the index yet by a prefetch."""
     return _split(prefetch.chain.keys[max(prefetch.inserted, start) * KEY_SIZE :])
+
+
+def _key_at(keys: bytes, depth: int) -> bytes:
+    return keys[depth * KEY_SIZE : (depth + 1) * KEY_SIZE]
 
 
 def _split(keys: bytes) -> list[bytes]:

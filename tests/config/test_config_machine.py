@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from click.testing import CliRunner
@@ -480,22 +481,22 @@ WITHOUT_CAPABILITIES = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which(WITHOUT_CAPABILITIES[0]) is None, reason="no root, or no setpriv")
-def test_run_directory_that_root_may_not_look_at_is_told(tmp_path: Path) -> None:
+def test_run_directory_that_root_may_not_look_at_is_told() -> None:
     """Root without capabilities, as in a container, meets another user's closed directory: one line says so."""
-    path, closed = tmp_path / "kvcached.toml", tmp_path / "closed"
-    path.write_text(f'run_dir = "{closed}/run"\n{HOST}')
-    (closed / "run").mkdir(parents=True)
-    os.chown(closed, 65534, 65534)
-    closed.chmod(0o700)
-
-    done = subprocess.run(
-        [*WITHOUT_CAPABILITIES, sys.executable, "-m", "kvcached", "check-config"],
-        env={**clean_environment(), "KVCACHED_CONFIG": str(path), "KVCACHED_RUN_DIR": ""},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    with TemporaryDirectory() as folder:  # the names of pytest's are so long that the report would cut the path
+        path, closed = Path(folder) / "kvcached.toml", Path(folder) / "closed"
+        path.write_text(f'run_dir = "{closed}/run"\n{HOST}')
+        (closed / "run").mkdir(parents=True)
+        os.chown(closed, 65534, 65534)
+        closed.chmod(0o700)
+        done = subprocess.run(
+            [*WITHOUT_CAPABILITIES, sys.executable, "-m", "kvcached", "check-config"],
+            env={**clean_environment(), "KVCACHED_CONFIG": str(path), "KVCACHED_RUN_DIR": ""},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
 
     assert done.returncode == 2, done.stderr
     assert f'kvcached: {path}:1: run_dir = "{closed}/run": run directory {closed}/run: Permission' in done.stderr
