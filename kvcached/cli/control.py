@@ -45,18 +45,22 @@ _ANSWER_MS: Final = 5000
 _SHOWN_BYTES: Final = 8
 _MS_PER_S: Final = 1000
 _MIB: Final = 1 << 20
+#: What a deadline limits, where a command is about work under way.
+_HELD: Final = "Longest wait for copies and requests in flight, in milliseconds. The command holds even on a timeout."
 
 _replica_option = click.option("--replica", default="", show_default="all", help="Only this replica.")
 _target_argument = click.argument("target", metavar="REPLICA-OR-NAMESPACE")
 
 
-def _deadline_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _deadline_option(
+    default: int, meaning: str = _HELD, *, least: int = 1
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
         "--deadline-ms",
-        type=click.IntRange(1, 600_000),
+        type=click.IntRange(least, ADMIN_DEADLINE_MS_MAX),
         default=default,
         show_default=True,
-        help="Longest wait for copies and requests in flight, in milliseconds. The command holds even on a timeout.",
+        help=meaning,
     )
 
 
@@ -169,12 +173,10 @@ def set_log_level(level: LogLevel, run_dir: Path | None, *, as_json: bool) -> No
 @click.command(epilog=EPILOG)
 @_target_argument
 @run_dir_option
-@click.option(
-    "--deadline-ms",
-    type=click.IntRange(0, ADMIN_DEADLINE_MS_MAX),
-    default=30_000,
-    show_default=True,
-    help="Longest time to store blocks that host memory does not have, in milliseconds. The others are dropped.",
+@_deadline_option(
+    30_000,
+    "Longest time to store blocks that host memory does not have, in milliseconds. The others are dropped.",
+    least=0,
 )
 @json_option
 def sleep(target: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
@@ -189,12 +191,8 @@ def sleep(target: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool)
 @click.command(epilog=EPILOG)
 @_target_argument
 @run_dir_option
-@click.option(
-    "--deadline-ms",
-    type=click.IntRange(1, ADMIN_DEADLINE_MS_MAX),
-    default=120_000,
-    show_default=True,
-    help="Longest wait for the memory and the workers, in milliseconds. After it, the wake continues.",
+@_deadline_option(
+    120_000, "Longest wait for the memory and the workers, in milliseconds. After it, the wake continues."
 )
 @json_option
 def wake(target: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
@@ -209,13 +207,7 @@ def wake(target: str, run_dir: Path | None, deadline_ms: int, *, as_json: bool) 
 @click.command(epilog=EPILOG)
 @click.argument("action", type=click.Choice(["status", "attach", "detach", "clear"]), default="status")
 @run_dir_option
-@click.option(
-    "--deadline-ms",
-    type=click.IntRange(1, 600_000),
-    default=60_000,
-    show_default=True,
-    help="Longest wait for the answer, in milliseconds.",
-)
+@_deadline_option(60_000, "Longest wait for the answer, in milliseconds.")
 @json_option
 def storage(action: StorageAction, run_dir: Path | None, deadline_ms: int, *, as_json: bool) -> None:
     """Show the state of storage, or attach, detach or clear it. Exit code 1 if storage does not work."""
@@ -335,13 +327,7 @@ def unpin(
     help="Keep so many leading blocks of the prompt, with what else continues them.",
 )
 @run_dir_option
-@click.option(
-    "--deadline-ms",
-    type=click.IntRange(1, ADMIN_DEADLINE_MS_MAX),
-    default=60_000,
-    show_default=True,
-    help="Longest wait for storage, in milliseconds. The deletion there continues after it.",
-)
+@_deadline_option(60_000, "Longest wait for storage, in milliseconds. The deletion there continues after it.")
 @json_option
 def forget(
     target: str,

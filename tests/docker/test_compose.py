@@ -175,22 +175,12 @@ def test_upgrade_keeps_every_block_and_every_engine() -> None:
 
 
 @pytest.mark.usefixtures("node")
-def test_changed_configuration_is_applied_by_a_restart() -> None:
-    """As the documents say: the container is started anew, and finds its blocks."""
+@pytest.mark.parametrize("command", ["restart", "kill"])
+def test_container_that_is_started_again_finds_its_blocks(command: str) -> None:
+    """After a restart, which applies a changed configuration, and after all its processes were killed at once."""
     with engine() as running:
         running.store("a")
-    compose("restart", "kvcached")
-    compose("up", "--detach", "--wait", "--no-deps", "kvcached")
-    with engine() as running:
-        assert running.hit("a") == BLOCKS
-
-
-@pytest.mark.usefixtures("node")
-def test_killed_container_loses_nothing() -> None:
-    """All of its processes at once, as when the kernel's out-of-memory killer takes them."""
-    with engine() as running:
-        running.store("a")
-    compose("kill", "kvcached")
+    compose(command, "kvcached")
     compose("up", "--detach", "--wait", "--no-deps", "kvcached")
     with engine() as running:
         assert running.hit("a") == BLOCKS
