@@ -47,6 +47,11 @@ class _Request:
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     kv_hints: object | None = None
+    all_token_ids: Sequence[int] = ()
+    cache_salt: str | None = None
+    lora_request: object | None = None
+    mm_features: Sequence[object] = ()
+    prompt_embeds: object | None = None
 
 
 @dataclass(frozen=True, slots=True)

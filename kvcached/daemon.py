@@ -30,6 +30,8 @@ from kvcached.core.cache import Cache
 from kvcached.core.generations import RANDOM_BITS, Edition, Generations
 from kvcached.core.messages import Ticked
 from kvcached.doors import open_events, open_http, open_tcp
+from kvcached.events.token_book import TokenBook
+from kvcached.events_start import open_book
 from kvcached.garbage import only_young
 from kvcached.memory.available import NotEnoughMemory
 from kvcached.memory.dropped import DroppedMemory
@@ -213,7 +215,8 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
         share = None if host is None or config.offload is None else _share(config, host, parts)
         layout = "engine" if config.storage is None else config.storage.layout
         state_place = StatePlace(ledger_file(config.run_dir), boot_id(), inheritance.host_record(), layout, is_shared)
-        service = _service(config, cache, replicas, share, state_place, headers, earlier.engine_pools)
+        book = open_book(config, cache, inheritance.tokens, inherited)
+        service = _service(config, cache, replicas, share, state_place, headers, earlier.engine_pools, book)
         attach = AttachServer(socket_path(config.run_dir, ATTACH_SOCKET_NAME), service, _access(config))
         service.watch = attach
         # Before any event: an event writes the ledger, and a ledger without these would leave their slots to anybody.
@@ -222,7 +225,7 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
             service.wait_for_device(name)
         news.tell_to(service)
         is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
-        await open_events(config, cache, service, parts, is_takeover=is_takeover)
+        await open_events(config, cache, service, book, parts, is_takeover=is_takeover)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
         open_tcp(config, service, parts, is_takeover=is_takeover)  # first: at the end it sends the last replies
         _open_sockets(config, service, attach, parts)
@@ -271,6 +274,7 @@ def _service(
     state_place: StatePlace,
     headers: HostHeaders | None,
     engine_pools: EnginePools,
+    book: TokenBook | None,
 ) -> Service:
     return Service(
         cache,
@@ -283,6 +287,7 @@ def _service(
         headers=headers,
         state_place=state_place,
         engine_pools=engine_pools,
+        book=book,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
+from kvcached.events.token_book import TokenBook
 from kvcached.events_start import start_events
 from kvcached.server.attach import AttachServer
 from kvcached.server.rpc import RpcServer
@@ -89,7 +90,13 @@ EVENTS: Final = Door("events", "", "http.conf", "", "there are no events", "make
 
 
 async def open_events(
-    config: Config, cache: Cache, service: Service, parts: AsyncExitStack, *, is_takeover: bool
+    config: Config,
+    cache: Cache,
+    service: Service,
+    book: TokenBook | None,
+    parts: AsyncExitStack,
+    *,
+    is_takeover: bool,
 ) -> None:
     """Publish events, if that is configured. A takeover goes on without, as in `open_http`.
 
@@ -97,7 +104,7 @@ async def open_events(
         OSError: an endpoint cannot be bound.
     """
     try:
-        service.health.sockets += await start_events(config, cache, service, parts)
+        service.health.sockets += await start_events(config, cache, service, book, parts)
     except OSError as error:
         service.health.closed[EVENTS.name] = EVENTS.stay_closed(error, is_takeover=is_takeover)
 

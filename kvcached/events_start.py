@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
 
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
 from kvcached.events.server import Endpoints, EventServer
 from kvcached.events.stream import EventStream
+from kvcached.events.token_book import TokenBook
+from kvcached.memory.token_table import TABLE_PREFIX, TokenTable
 from kvcached.process.seqpacket import SocketFile
+from kvcached.recovery.fd_store import remove, store
 from kvcached.service.service import Service
 
 
-async def start_events(config: Config, cache: Cache, service: Service, parts: AsyncExitStack) -> list[SocketFile]:
+def open_book(config: Config, cache: Cache, kept: Mapping[int, TokenTable], parts: ExitStack) -> TokenBook | None:
+    """The tokens that routers may know, with what an earlier daemon knew of the blocks that this one has.
+
+    Args:
+        config: which namespaces allow it.
+        cache: with the blocks that were taken over.
+        kept: tables of the earlier daemon, by the size of their blocks. They are closed where nobody needs them.
+        parts: closes the book.
+    """
+    labels = () if config.events is None else config.events.token_ids
+    if not labels:
+        for size, table in kept.items():
+            remove(f"{TABLE_PREFIX}{size}")
+            table.close()
+        return None
+    book = TokenBook(labels, _new_table, kept)
+    parts.callback(book.close)
+    book.take_over(cache.announced())
+    return book
+
+
+def _new_table(block_size: int) -> TokenTable:
+    table = TokenTable.create(block_size)
+    store(f"{TABLE_PREFIX}{block_size}", table.descriptor)
+    return table
+
+
+async def start_events(
+    config: Config, cache: Cache, service: Service, book: TokenBook | None, parts: AsyncExitStack
+) -> list[SocketFile]:
     """Publish what changes in the index from now on, if the configuration says so; the files of its sockets.
 
     Raises:
@@ -24,7 +57,7 @@ async def start_events(config: Config, cache: Cache, service: Service, parts: As
         return []
     stream = EventStream(
         cache.index_changes, cache.announced, topic=table.topic, epoch=cache.epoch, buffer_bytes=table.buffer_bytes,
-        now_s=time.time,
+        now_s=time.time, book=book,
     )  # fmt: skip
     server = EventServer(stream, Endpoints(*table.endpoints(config.run_dir)))
     parts.callback(server.close)
@@ -33,6 +66,8 @@ async def start_events(config: Config, cache: Cache, service: Service, parts: As
     except OSError:
         server.close()
         service.index_changed = cache.index_changes.clear  # nobody takes them
+        if book is not None:
+            book.stop()
         raise
     service.index_changed = server.poke
     return server.files

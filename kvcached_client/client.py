@@ -28,7 +28,7 @@ from kvcached_client.protocol.engine import (
     Matched,
     Welcome,
 )
-from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
+from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX, TELLS_TOKENS
 from kvcached_client.protocol.grants import check_fence
 from kvcached_client.protocol.welcome import check_welcome
 from kvcached_client.rejoin import Reserve, declare, rejoin
@@ -89,6 +89,7 @@ class ClientSteps(EngineSession):
                 replica=replica,
                 layout=fingerprint,
                 client="kvcached_client",
+                capabilities=(TELLS_TOKENS,),
             )
             welcome, _ = channel.ask(hello, Welcome)
             check_welcome(welcome, fingerprint)
@@ -117,7 +118,10 @@ class ClientSteps(EngineSession):
     def chain(self, tokens: Tokens = (), *, lora: str = "", salt: str = "") -> KeyChain:
         """A `KeyChain`, with its errors. Its root is the session's namespace, the LoRA adapter and a tenant's salt."""
         namespace, block_size, algorithm = self._chain_kind
-        return KeyChain(namespace, block_size, tokens, lora=lora, salt=salt, algorithm=algorithm)
+        return KeyChain(
+            namespace, block_size, tokens, lora=lora, salt=salt, algorithm=algorithm,
+            keeps_tokens=self._channel.tells_tokens,
+        )  # fmt: skip
 
     def matching(self, chain: KeyChain, *, full: bool) -> Steps[int]:
         """`Client.match`."""
@@ -208,6 +212,7 @@ class ClientSteps(EngineSession):
             beats.close()
         old.close()
         channel.misses, channel.named_fence, channel.posted = old.misses, old.named_fence, old.posted
+        channel.tells_tokens = old.tells_tokens
         self._channel = channel
         self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=self.session.run_dir)
         self.epoch, self._daemon_epoch = welcome.epoch, welcome.daemon_epoch

@@ -241,11 +241,13 @@ class KeyChain:
         lora: str = "",
         salt: str = "",
         algorithm: str = "blake3",
+        keeps_tokens: bool = False,
     ) -> None:
         """Start a chain at the root of (`namespace`, `lora`, `salt`) and extend it by `tokens`.
 
         `namespace` is the 32 bytes of `namespace_root`; `block_size` is in tokens. A request with multimodal items
-        starts with an empty chain, adds the items with `add_item`, and then calls `extend`.
+        starts with an empty chain, adds the items with `add_item`, and then calls `extend`. With `keeps_tokens`,
+        `token_range` gives the tokens of blocks.
 
         Raises:
             BadRequest: an argument is malformed, or `algorithm` is unknown.
@@ -260,6 +262,9 @@ class KeyChain:
         self._state = chain_root(namespace, lora=lora, salt=salt)
         #: Keys that forks share, and those behind them.
         self._shared, self._keys = b"", bytearray()
+        #: Packed tokens of complete blocks; None where they are not kept. Those of a tenant or an adapter never are:
+        #: without the salt or the adapter they say of another prompt that it is cached.
+        self._tokens = bytearray() if keeps_tokens and not (lora or salt) else None
         #: Packed tokens after the last complete block, less than a block of them.
         self._tail = b""
         #: In order of their start, without overlaps.
@@ -307,6 +312,23 @@ class KeyChain:
             return PackedKeys(self._shared[first:end] + self._keys[: max(end - shared, 0)])
         return PackedKeys(bytes(self._keys[first - shared : end - shared]))
 
+    def token_range(self, start: int, stop: int) -> bytes | None:
+        """The tokens of the complete blocks [start, stop), as little-endian int32; None where they are not kept.
+
+        From the first multimodal item on they are -1: tokens alone do not say what the prompt is.
+
+        Raises:
+            BadRequest: the range leaves the complete blocks.
+        """
+        if not 0 <= start <= stop <= self.block_count:
+            raise bad_value(f"blocks [{start}, {stop})", f"the chain has {self.block_count} complete blocks")
+        if self._tokens is None:
+            return None
+        block_bytes = self._block_size * TOKEN_SIZE_BYTES
+        plain = self._items[0].start // self._block_size if self._items else stop
+        end = min(max(plain, start), stop)
+        return bytes(self._tokens[start * block_bytes : end * block_bytes]) + b"\xff" * ((stop - end) * block_bytes)
+
     def extend(self, tokens: Tokens) -> None:
         """Append tokens. The keys do not depend on how tokens are split into calls.
 
@@ -330,6 +352,8 @@ class KeyChain:
                 keys = self._state[:KEY_SIZE_BYTES]
                 done += block_bytes
             self._keys += keys
+        if self._tokens is not None:
+            self._tokens += data[:end]
         self._tail = data[end:].tobytes()
 
     def fork(self) -> Self:
@@ -341,6 +365,7 @@ class KeyChain:
             self._shared, self._keys = self.keys, bytearray()
         other = copy(self)
         other._keys, other._items = self._keys.copy(), self._items.copy()  # noqa: SLF001 - of this class
+        other._tokens = None if self._tokens is None else self._tokens.copy()  # noqa: SLF001 - as above
         return other
 
     def add_item(self, item_id: bytes | str, start: int, length: int) -> None:

@@ -348,9 +348,11 @@ class LeaseSteps:
         self._borrowed, self._slots = self._borrowed + borrowed, self._slots + borrowed
         return True
 
-    def _blocks(self, stop: int) -> tuple[bytes, bytes]:
-        """Frames with keys and slots of the blocks [depth, stop)."""
-        return self._chain.key_range(self.depth, stop), self._slots.section(self.depth, stop)
+    def _blocks(self, stop: int) -> tuple[bytes, ...]:
+        """Frames with keys and slots of the blocks [depth, stop), and their tokens where routers may know them."""
+        frames = (self._chain.key_range(self.depth, stop), self._slots.section(self.depth, stop))
+        tokens = self._chain.token_range(self.depth, stop) if self._channel.tells_tokens else None
+        return frames if tokens is None else (*frames, tokens)
 
     def _note_fence(self, fence: FenceSequence) -> FenceSequence:
         """The fence as an int; the highest is kept for the release."""

@@ -50,9 +50,11 @@ from kvcached_client.protocol.grants import (
     PreparedStore,
     check_keys,
     hold_of,
+    offered_frames,
     slots_of,
     store_of,
     stores_of,
+    with_tokens,
 )
 from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.patience import with_patience
@@ -93,12 +95,14 @@ class OffloadClient(EngineSession):
         generation: generation of the namespace when the session began.
         verify: which loaded blocks are compared with their checksums.
         read_only: the engine only loads: the daemon passes over what it offers, and its shards cannot store.
+        tells_tokens: routers may know the tokens of this namespace's blocks: `token_ids` of calls tells the daemon.
     """
 
     def __init__(
         self,
         channel: SessionChannel,
         welcome: WelcomeOffload,
+        block_size: int,
         on_stale: Callable[[], None] | None,
     ) -> None:
         """Use `connect`."""
@@ -106,7 +110,9 @@ class OffloadClient(EngineSession):
         self.generation = welcome.generation
         self.verify = welcome.verify
         self.read_only = welcome.read_only
+        self.tells_tokens = welcome.token_ids
         self._namespace = welcome.namespace.hex()
+        self._block_size = block_size
         self._preparations = Preparations(channel, self.session)
         self._holds = Holds()
 
@@ -227,11 +233,13 @@ class OffloadClient(EngineSession):
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
         tenant: str = "",
+        token_ids: bytes | None = None,
     ) -> PendingPrefetch:
         """Bring a prompt's blocks into the host pool, where `acquire` hits them. See `Client.prefetch`.
 
         First it waits for blocks that other sessions are storing, also where the daemon has no storage; at most as long
         as the engine would compute them, which `prefill_tokens_per_s` tells. Then it asks storage for the rest.
+        `token_ids` are those of the blocks, as for `begin_prepare_store`.
         """
         return PendingPrefetch(
             self._channel,
@@ -243,6 +251,7 @@ class OffloadClient(EngineSession):
             prefill_tokens_per_s=prefill_tokens_per_s,
             full=full,
             tenant=tenant,
+            token_ids=token_ids,
         )
 
     prefetch = waiting(begin_prefetch)
@@ -268,7 +277,9 @@ class OffloadClient(EngineSession):
         """Call off a prepared load: no shard will read its slots."""
         self._preparations.cancel("load", transfer, "")
 
-    def begin_prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PendingReply[PreparedStore]:
+    def begin_prepare_store(
+        self, lease: LeaseId, start: int, keys: bytes, token_ids: bytes | None = None
+    ) -> PendingReply[PreparedStore]:
         """Offer the next computed blocks of a lease: the reply says which of them to copy to which slots.
 
         Each shard reports when it is done, unless `transfer` is 0.
@@ -277,10 +288,13 @@ class OffloadClient(EngineSession):
             lease: lease of the request.
             start: depth of the first block: at first the lease's hit, then `depth` of its last store.
             keys: 16 bytes a block.
+            token_ids: tokens of all of the blocks as little-endian int32, for routers; -1 throughout a block whose
+                tokens they may not know. Passed over unless `tells_tokens`.
         """
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
-        self._preparations.send(request, (check_keys(keys),))
-        return PendingReply(partial(self._store_prepared, request, keys))
+        frames = with_tokens(check_keys(keys), token_ids, are_wanted=self.tells_tokens)
+        self._preparations.send(request, frames)
+        return PendingReply(partial(self._store_prepared, request, frames))
 
     prepare_store = waiting(begin_prepare_store)
 
@@ -296,9 +310,9 @@ class OffloadClient(EngineSession):
         Returns:
             For each offer what `prepare_store` returns, or the error that it raises.
         """
-        named = tuple(StoreOffer(lease, start, len(keys) // KEY_SIZE_BYTES) for lease, start, keys in offers)
+        named = tuple(StoreOffer(each.lease, each.start, len(each.keys) // KEY_SIZE_BYTES) for each in offers)
         request = PrepareStores(id=self._channel.next_id(), epoch=self.epoch, offers=named, releases=tuple(releases))
-        frames = (b"".join([offer.keys for offer in offers]),)
+        frames = offered_frames(offers, self._block_size if self.tells_tokens else 0)
         self._preparations.send(request, frames)
         for lease in releases:
             self._holds.drop(lease)
@@ -361,7 +375,7 @@ class OffloadClient(EngineSession):
         try:
             hello = structs.replace(declared, id=channel.next_id(), member=member)
             welcome, _ = channel.ask(hello, WelcomeOffload)
-            client = cls(channel, welcome, on_stale)
+            client = cls(channel, welcome, declared.block_size, on_stale)
             client.start_heartbeats()
         except BaseException:
             # The daemon may have opened the session, and would keep it as long as this process lives.
@@ -400,8 +414,8 @@ class OffloadClient(EngineSession):
         slots = slots_of(frames[0], request.blocks)
         return PreparedLoad(TransferId(reply.transfer), reply.generation, slots, request.start)
 
-    def _store_prepared(self, request: PrepareStore, keys: bytes) -> PreparedStore:
-        reply, frames = self._preparations.receive(request, (keys,), StorePrepared)
+    def _store_prepared(self, request: PrepareStore, sent: tuple[bytes, ...]) -> PreparedStore:
+        reply, frames = self._preparations.receive(request, sent, StorePrepared)
         return store_of(reply, *frames)
 
     def _stores_prepared(self, request: PrepareStores, frames: tuple[bytes, ...]) -> list[PreparedStore | RequestError]:

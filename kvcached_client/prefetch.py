@@ -8,6 +8,7 @@ from typing import NamedTuple, TypedDict, Unpack
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import check_chain, check_kind, check_tenant
 from kvcached_client.protocol.engine import Prefetch, Prefetched
+from kvcached_client.protocol.grants import with_tokens
 from kvcached_client.protocol.sessions import PREFETCH_DEADLINE_MS_MAX, StopPolicy
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import Steps, complete
@@ -59,6 +60,7 @@ class PendingPrefetch:
         prefill_tokens_per_s: float = 0.0,
         full: bool = False,
         tenant: str = "",
+        token_ids: bytes | None = None,
     ) -> None:
         most_ms = PREFETCH_DEADLINE_MS_MAX if deadline_ms is None else deadline_ms
         self._channel = channel
@@ -73,7 +75,8 @@ class PendingPrefetch:
             tenant=tenant,
         )
         deadline_ns = time.monotonic_ns() + (most_ms + _WAY_MS) * 1_000_000
-        channel.send(self.request, (keys,), deadline_ns=deadline_ns)
+        frames = with_tokens(keys, token_ids, are_wanted=channel.tells_tokens)
+        channel.send(self.request, frames, deadline_ns=deadline_ns)
 
     @property
     def is_over(self) -> bool:
@@ -155,6 +158,7 @@ class PrefetchCalls:
             prefill_tokens_per_s=prefill_tokens_per_s,
             full=full,
             tenant=tenant,
+            token_ids=chain.token_range(0, chain.block_count),
         )
 
 
@@ -166,7 +170,8 @@ def prefetching(
     check_tenant(options.get("tenant", ""))
     with channel.misses:
         check_kind(chain, kind)
-        pending = PendingPrefetch(channel, channel.epoch, chain.keys, chain.token_count, **options)
+        token_ids = chain.token_range(0, chain.block_count)
+        pending = PendingPrefetch(channel, channel.epoch, chain.keys, chain.token_count, token_ids=token_ids, **options)
         yield pending.request
         return pending.result()
     return PrefetchResult(0, 0, is_over=True, reason="unavailable")

@@ -67,6 +67,14 @@ class EventsConfig(Table):
         default=16 << 20, description="Memory for messages that subscribers may ask for again."
     )
 
+    token_ids: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        default=(),
+        strict=False,
+        max_length=64,
+        description="Namespaces of which routers are told the tokens of blocks, too, so that they learn prompts: the"
+        " label in the topic. Shell patterns, as in `llama-*`. llm-d and Dynamo need tokens.",
+    )
+
     def endpoints(self, run_dir: Path) -> tuple[str, str]:
         """Where events are published, and where subscribers ask; without an endpoint, in a daemon's run directory."""
         return (

@@ -162,6 +162,14 @@ class Cache:
         """What routers know of every namespace, pool by pool."""
         return [each for tree in self.trees for each in announcements.tiers(tree)]
 
+    def announced_to(self, session: SessionId) -> Announced | None:
+        """What routers know of the pool into which a session stores; None where nobody tells them."""
+        managed, offload = self.managed.sessions.get(session), self.offload.sessions.get(session)
+        if managed is not None:
+            return managed.pool.announced
+        host = None if offload is None else offload.namespace.tree.host
+        return None if host is None else host.announced
+
     def tree_of(self, replica: str) -> PrefixTree:
         """The index that a replica's pool is in."""
         return self.managed.trees[replica]

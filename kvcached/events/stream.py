@@ -13,16 +13,17 @@ and nobody has to stop, or copy the index.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange
 from kvcached.core.slots.announced import Announced
-from kvcached.events.wire import encode_batch
+from kvcached.events.token_book import TokenBook, TokensStored
+from kvcached.events.wire import Told, encode_batch, weight_of
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Keys of one event at most, and of all events of a batch, if these are few: 300 KB, for which a slow subscriber may
-#: have to wait.
+#: have to wait. With tokens there are as many fewer keys.
 KEYS_PER_EVENT_MAX: Final = 16_384
 #: What an event takes beside its keys, in keys: blocks without neighbours are an event each.
 EVENT_KEYS: Final = 12
@@ -56,6 +57,7 @@ class EventStream:
         epoch: of this daemon.
         buffer_bytes: of batches that can be asked for again.
         now_s: seconds since 1970.
+        book: the tokens that routers may know; None for no tokens.
 
     Attributes:
         last: the batch that was published last. The first one of a daemon is empty.
@@ -70,11 +72,13 @@ class EventStream:
         epoch: int,
         buffer_bytes: int,
         now_s: Callable[[], float],
+        book: TokenBook | None = None,
     ) -> None:
         self._changes = changes
         self._tiers = tiers
         self._topic = topic
         self._now_s = now_s
+        self._book = book
         self._buffer_bytes = buffer_bytes
         self._held_bytes = 0
         self._kept: deque[Batch] = deque()
@@ -89,9 +93,13 @@ class EventStream:
         """
         if not self._changes:
             return []
+        changes = self._changes[:CHANGES_PER_FLUSH_MAX]
+        del self._changes[:CHANGES_PER_FLUSH_MAX]
+        if self._book is not None:
+            self._book.apply(changes)
         by_tier: dict[tuple[bytes, int | None], list[IndexChange]] = {}
         tier, part = None, []
-        for change in self._changes[:CHANGES_PER_FLUSH_MAX]:
+        for change in changes:
             if change.tier is not tier:  # most of a flush is about one tier
                 tier = change.tier
                 part = by_tier.setdefault((tier.namespace, tier.rank), [])
@@ -99,14 +107,16 @@ class EventStream:
                 part.pop()
             else:
                 part.append(change)
-        del self._changes[:CHANGES_PER_FLUSH_MAX]
         self._is_ahead = self._is_ahead and self.has_more
-        return [
+        batches = [
             self._publish(self._topic + part[0].tier.label, part, part[0].tier.rank)
             for each in by_tier.values()
             if each
-            for part in _parts(_merged(each))
+            for part in self._parts(_merged(each))
         ]
+        if self._book is not None:
+            self._book.erase_left()
+        return batches
 
     @property
     def has_more(self) -> bool:
@@ -134,10 +144,20 @@ class EventStream:
                 stored, slot = announced.section(slot, SLOTS_PER_PIECE, EVENTS_PER_PIECE)
                 if stored:
                     self._is_ahead = self._is_ahead or self.has_more
-                    yield self._batch(number, self._topic + stored[0].tier.label, stored, stored[0].tier.rank)
+                    for part in self._parts(stored):
+                        yield self._batch(number, self._topic + part[0].tier.label, part, part[0].tier.rank)
                 slot = announced.next_known(slot)
 
-    def _publish(self, topic: str, changes: list[IndexChange], rank: int | None) -> Batch:
+    def _parts(self, changes: Iterable[IndexChange]) -> Iterator[list[Told]]:
+        """The changes with the tokens that routers may know, in portions that fit a batch each."""
+        return _parts([told for change in changes for told in self._told(change)])
+
+    def _told(self, change: IndexChange) -> Iterable[Told]:
+        if self._book is None or not isinstance(change, BlocksStored):
+            return (change,)
+        return self._book.told(change)
+
+    def _publish(self, topic: str, changes: Sequence[Told], rank: int | None) -> Batch:
         batch = self._batch(self._next, topic, changes, rank)
         self._next += 1
         self._kept.append(batch)
@@ -147,7 +167,7 @@ class EventStream:
         self.last = batch
         return batch
 
-    def _batch(self, number: int, topic: str, changes: Sequence[IndexChange], rank: int | None) -> Batch:
+    def _batch(self, number: int, topic: str, changes: Sequence[Told], rank: int | None) -> Batch:
         return Batch(topic.encode(), number, encode_batch(self._now_s(), changes, rank))
 
 
@@ -189,18 +209,18 @@ def _joined(changes: list[IndexChange]) -> IndexChange:
     return first._replace(keys=b"".join(each.keys for each in changes if not isinstance(each, AllRemoved)))
 
 
-def _parts(changes: list[IndexChange]) -> Iterator[list[IndexChange]]:
+def _parts(changes: list[Told]) -> Iterator[list[Told]]:
     """The changes in portions that are no larger than an event of `KEYS_PER_EVENT_MAX` keys."""
     size_max = KEYS_PER_EVENT_MAX + EVENT_KEYS
     if sum(map(_size, changes)) <= size_max:
         yield changes
         return
-    part: list[IndexChange] = []
+    part: list[Told] = []
     room = size_max
     for change in changes:
         for piece in _pieces(change):
             size = _size(piece)
-            if size > room:
+            if size > room and part:
                 yield part
                 part, room = [], size_max
             part.append(piece)
@@ -208,19 +228,31 @@ def _parts(changes: list[IndexChange]) -> Iterator[list[IndexChange]]:
     yield part
 
 
-def _size(change: IndexChange) -> int:
+def _size(change: Told) -> int:
     """What it takes in a batch, in keys."""
-    return EVENT_KEYS if isinstance(change, AllRemoved) else EVENT_KEYS + len(change.keys) // KEY_SIZE_BYTES
+    if isinstance(change, AllRemoved):
+        return EVENT_KEYS
+    return EVENT_KEYS + len(change.keys) // KEY_SIZE_BYTES * weight_of(change)
 
 
-def _pieces(change: IndexChange) -> Iterator[IndexChange]:
+def _pieces(change: Told) -> Iterator[Told]:
     """A change in pieces that fit a batch each."""
-    if isinstance(change, AllRemoved) or len(change.keys) <= KEYS_PER_EVENT_MAX * KEY_SIZE_BYTES:
+    if isinstance(change, AllRemoved):
         yield change
         return
-    step = KEYS_PER_EVENT_MAX * KEY_SIZE_BYTES
-    for at in range(0, len(change.keys), step):
-        piece = change._replace(keys=change.keys[at : at + step])
-        if at and isinstance(piece, BlocksStored):
-            piece = piece._replace(parent=change.keys[at - KEY_SIZE_BYTES : at])
-        yield piece
+    blocks, step = len(change.keys) // KEY_SIZE_BYTES, max(KEYS_PER_EVENT_MAX // weight_of(change), 1)
+    for start in range(0, blocks, step):
+        yield change if blocks <= step else _section(change, start, start + step)
+
+
+def _section(change: BlocksStored | TokensStored | BlocksRemoved, start: int, stop: int) -> Told:
+    """The blocks from `start` to `stop` of a change."""
+    keys = change.keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
+    if isinstance(change, BlocksRemoved):
+        return change._replace(keys=keys)
+    parent = change.keys[(start - 1) * KEY_SIZE_BYTES : start * KEY_SIZE_BYTES] if start else change.parent
+    if isinstance(change, BlocksStored):
+        return change._replace(parent=parent, keys=keys)
+    block_bytes = change.tier.block_size * 4
+    tokens = change.tokens[start * block_bytes : stop * block_bytes]
+    return change._replace(parent=parent, keys=keys, tokens=tokens)

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from kvcached.core.messages import AllRemoved, BlocksRemoved, IndexChange, Tier
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, Tier
+from kvcached.events.token_book import TokensStored
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: vLLM's names of media. A device pool is told as GPU on every device, for routers know no other name of it.
@@ -24,9 +25,16 @@ _ROW: Final = np.dtype([("head", ">u2"), ("key", f"V{KEY_SIZE_BYTES}")])
 _HASH_HEAD: Final = 0xC400 + KEY_SIZE_BYTES
 _KEY_HEAD: Final = _HASH_HEAD.to_bytes(2, "big")
 _NIL: Final = b"\xc0"
+#: A token as MessagePack's uint 32, which decoders read as any other integer.
+_TOKEN_ROW: Final = np.dtype([("head", "u1"), ("token", ">u4")])
+_TOKEN_HEAD: Final = 0xCE
+_NO_TOKENS: Final = b"\x90"  #: its empty array
 _ARRAY_HEAD: Final = b"\xdd"  #: its array 32
 #: Stands for keys while the rest of an event is packed: no text has this byte, and no number so many of it.
 _GAP: Final = b"\xc1" * 16
+
+#: What an event is made of.
+Told = BlocksStored | TokensStored | BlocksRemoved | AllRemoved
 
 
 class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=False):
@@ -35,7 +43,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=
     Attributes:
         block_hashes: keys, an array of bytes.
         parent_block_hash: key of the block before them.
-        token_ids: none, because the daemon is not told of tokens.
+        token_ids: tokens of all of the blocks; none where routers may not know them, or the daemon does not.
         block_size: tokens per block.
         lora_id, lora_name: not known: they are part of the keys.
         medium: the tier.
@@ -95,7 +103,7 @@ _decode_hashes: Final = msgspec.msgpack.Decoder(list[bytes]).decode
 class _Forms(NamedTuple):
     """Events of one tier in MessagePack, cut where one event of the kind differs from the next."""
 
-    stored: tuple[bytes, bytes, bytes]  #: before the keys, between them and the parent, behind it
+    stored: tuple[bytes, bytes, bytes, bytes]  #: before the keys, between them and the parent, the tokens, behind these
     removed: tuple[bytes, bytes]
     cleared: bytes
 
@@ -104,14 +112,14 @@ class _Forms(NamedTuple):
 def _forms_of(tier: Tier) -> _Forms:
     """Most of an event is the same for all of a tier: msgspec packs it once."""
     gap, namespace, generation, medium = msgspec.Raw(_GAP), tier.namespace.hex(), tier.generation, medium_of(tier)
-    parent = cast("bytes", gap)
-    stored = BlockStored(gap, parent, (), tier.block_size, None, medium, None, namespace, generation)
-    before, between, behind = _encode(stored).split(_GAP)
+    parent, tokens = cast("bytes", gap), cast("tuple[int, ...]", gap)
+    stored = BlockStored(gap, parent, tokens, tier.block_size, None, medium, None, namespace, generation)
+    before, between, middle, behind = _encode(stored).split(_GAP)
     head, tail = _encode(BlockRemoved(gap, medium, namespace, generation)).split(_GAP)
-    return _Forms((before, between, behind), (head, tail), _encode(AllBlocksCleared(namespace, generation)))
+    return _Forms((before, between, middle, behind), (head, tail), _encode(AllBlocksCleared(namespace, generation)))
 
 
-def encode_batch(ts: float, changes: Sequence[IndexChange], rank: int | None) -> bytes:
+def encode_batch(ts: float, changes: Sequence[Told], rank: int | None) -> bytes:
     """Changes of the index, which belong to one rank, as routers read them: an `EventBatch`."""
     rows = memoryview(packed_keys(b"".join([change.keys for change in changes if not isinstance(change, AllRemoved)])))
     pieces: list[bytes | memoryview] = [_ARRAY_HEAD, len(changes).to_bytes(4, "big")]
@@ -131,9 +139,10 @@ def encode_batch(ts: float, changes: Sequence[IndexChange], rank: int | None) ->
             head, tail = forms.removed
             pieces += (head, *hashes, tail)
         else:
-            before, between, behind = forms.stored
+            before, between, middle, behind = forms.stored
             parent = _KEY_HEAD + change.parent if change.parent else _NIL
-            pieces += (before, *hashes, between, parent, behind)
+            tokens = _packed_tokens(change.tokens) if isinstance(change, TokensStored) else _NO_TOKENS
+            pieces += (before, *hashes, between, parent, middle, tokens, behind)
     return _encode((ts, msgspec.Raw(b"".join(pieces)), rank))
 
 
@@ -148,6 +157,21 @@ def packed_keys(keys: bytes) -> bytes:
     rows["head"] = _HASH_HEAD
     rows["key"] = np.frombuffer(keys, _ROW["key"])
     return rows.tobytes()
+
+
+def weight_of(change: Told) -> int:
+    """What one of its blocks takes in a message, in keys."""
+    if not isinstance(change, TokensStored):
+        return 1
+    return 1 - -change.tier.block_size * _TOKEN_ROW.itemsize // _ROW.itemsize
+
+
+def _packed_tokens(tokens: bytes) -> bytes:
+    """Tokens as MessagePack's array, all of them at once."""
+    rows = np.empty(len(tokens) // 4, _TOKEN_ROW)
+    rows["head"] = _TOKEN_HEAD
+    rows["token"] = np.frombuffer(tokens, "<i4")
+    return _ARRAY_HEAD + len(rows).to_bytes(4, "big") + rows.tobytes()
 
 
 def hashes_of(event: BlockStored | BlockRemoved) -> list[bytes]:

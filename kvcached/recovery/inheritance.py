@@ -29,6 +29,7 @@ from kvcached.memory.host_pool import (
     adopt_host_memory,
     create_host_memory,
 )
+from kvcached.memory.token_table import TABLE_PREFIX, TokenTable
 from kvcached.recovery.device_pools import DEVICE_MEMORY_PREFIX, PoolMemory, device_pools, kept_device, served_devices
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import KEPT_MAX, remove, store, take_stored
@@ -51,12 +52,14 @@ class Inheritance:
         host: the host pool, new or kept; None without one.
         is_kept: the host pool is the one that the ledger names.
         devices: the device pools, by replica; without memory where they sleep, or a device that they need is lost.
+        tokens: the tokens of blocks, by the size of their blocks.
     """
 
     ledger: Ledger | None
     host: HostMemory | None
     is_kept: bool
     devices: Mapping[str, PoolMemory]
+    tokens: Mapping[int, TokenTable]
 
     def drop_host(self, dropped: DroppedMemory) -> None:
         """The start fails with the host pool that was kept, and is tried once more without."""
@@ -113,6 +116,7 @@ async def inherit(
     awake = [each for each in replicas if each.name not in asleep]
     kept_devices = {each.name: kept_device(each, found, ledger) for each in awake}
     engine_pools.take_over(found)
+    tokens = _kept_tokens(found)
     _drop(found)  # pools that sleep, are no longer configured, or not in the same way
     served = served_devices(replicas, ledger)
     numbers = ledger.cuda_numbers if ledger is not None and has_stopped(run_dir, ledger) else None
@@ -126,7 +130,7 @@ async def inherit(
     }  # fmt: skip
     for device in devices.values():
         parts.callback(device.close)
-    return Inheritance(ledger, memory, is_kept, devices)
+    return Inheritance(ledger, memory, is_kept, devices, tokens)
 
 
 def ledger_file(run_dir: Path) -> LedgerFile:
@@ -170,6 +174,21 @@ def _missing(found: Mapping[str, list[int]], ledger: Ledger) -> list[str]:
         if not record.asleep and any(shard not in found for shard in shards):
             names.append(f"the device pool of replica {record.name}")
     return names
+
+
+def _kept_tokens(found: dict[str, list[int]]) -> dict[int, TokenTable]:
+    """The tables of tokens that were kept, by the size of their blocks; their descriptors are removed from `found`."""
+    tables: dict[int, TokenTable] = {}
+    for name in [name for name in found if name.startswith(TABLE_PREFIX)]:
+        size = int(name.removeprefix(TABLE_PREFIX))
+        for descriptor in found[name].copy():
+            table = None if size in tables else TokenTable.adopt(descriptor, size)
+            if table is not None:
+                tables[size] = table
+                found[name].remove(descriptor)
+        if not found[name]:
+            del found[name]
+    return tables
 
 
 def _kept_host(

@@ -14,14 +14,17 @@ from kvcached.core.managed_session import ManagedSession
 from kvcached.core.messages import MembersDied
 from kvcached.core.session import OffloadSession
 from kvcached.core.slots.states import DAEMON_TRANSITIONS, DaemonState, SessionState
+from kvcached.events.token_book import TokenBook
 from kvcached.service.replica import Replica, unknown_replica
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
 from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import Joined
+from kvcached_client.protocol.fields import TELLS_TOKENS
 from kvcached_client.types import SessionId, ShardIndex
 
-CAPABILITIES: tuple[str, ...] = ()  #: of version 1; a later optional field comes with a name here
+#: Of version 1; a later optional field comes with a name here.
+CAPABILITIES: tuple[str, ...] = (TELLS_TOKENS,)
 
 SessionT = TypeVar("SessionT", ManagedSession, OffloadSession)
 
@@ -72,15 +75,22 @@ class Admission:
 
     Args:
         heartbeat_interval_ms: what engines are told.
+        book: the tokens that routers may know.
     """
 
     def __init__(
-        self, cache: Cache, replicas: Mapping[str, Replica], groups: EngineGroups, heartbeat_interval_ms: int
+        self,
+        cache: Cache,
+        replicas: Mapping[str, Replica],
+        groups: EngineGroups,
+        heartbeat_interval_ms: int,
+        book: TokenBook | None,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
         self._groups = groups
         self._heartbeat_interval_ms = heartbeat_interval_ms
+        self._book = book
 
     def hello(self, connection: bytes, request: wire.Hello, now_ms: int) -> tuple[wire.Welcome, Peer]:
         """Open a session for a process, owned by a connection.
@@ -200,6 +210,9 @@ class Admission:
         self, request_id: int, capabilities: Sequence[str], session: ManagedSession, group: EngineGroup
     ) -> wire.Welcome:
         replica = self._replicas[session.pool.name]
+        granted = set(CAPABILITIES)
+        if self._book is None or not self._book.wants(self._cache.announced_to(session.id)):
+            granted.discard(TELLS_TOKENS)
         return wire.Welcome(
             id=request_id,
             version=wire.PROTOCOL_VERSION,
@@ -214,7 +227,7 @@ class Admission:
             slots=replica.slots,
             heartbeat_interval_ms=self._heartbeat_interval_ms,
             session_ttl_ms=self._cache.session_ttl_ms,
-            capabilities=tuple(name for name in CAPABILITIES if name in capabilities),
+            capabilities=tuple(sorted(granted.intersection(capabilities))),
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost
 from kvcached.core.restart.rejoin import Rejoin
+from kvcached.events.token_book import TokenBook
 from kvcached.service.admission import Admission, DrainState
 from kvcached.service.offload.verbs import OffloadVerbs
 from kvcached.service.pending import Answer, LateVerb, PendingReplies, PendingReply, Respond, Verb, Wait
@@ -31,6 +32,7 @@ class EngineVerbs:
 
     Args:
         forget: stops watching processes that are in no session.
+        book: the tokens that routers may know.
 
     Attributes:
         by_type: what serves each verb.
@@ -49,6 +51,7 @@ class EngineVerbs:
         drain_state: DrainState,
         now_ms: Callable[[], int],
         forget: Callable[[list[Peer]], None],
+        book: TokenBook | None,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
@@ -59,6 +62,7 @@ class EngineVerbs:
         self._drain_state = drain_state
         self._now_ms = now_ms
         self._forget = forget
+        self._book = book
         self._declarations = Rejoin(cache)
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.Hello: self._hello,
@@ -171,6 +175,7 @@ class EngineVerbs:
 
     def _commit(self, peer: bytes, request: wire.Commit, frames: list[bytes]) -> Answer:
         group = self._groups.owner(peer)
+        self._note_tokens(group.session, frames)
         done = self._cache.managed.commit(
             group.session,
             request.epoch,
@@ -192,6 +197,7 @@ class EngineVerbs:
             )
         session, lease, fence = group.session, LeaseId(request.lease), FenceSequence(request.fence)
         if frames:
+            self._note_tokens(session, frames)
             keys, slots = frames[0], slot_ranges(frames[1])
             done = self._cache.managed.finish(session, request.epoch, lease, request.start, keys, slots, fence)
             answer = Answer(wire.Released(id=request.id, adopted=done.adopted, duplicates=done.duplicates))
@@ -200,6 +206,11 @@ class EngineVerbs:
             answer = Answer(wire.Released(id=request.id))
         self._pending.look(Wait.LOAD, session=session, subject=lease)
         return answer
+
+    def _note_tokens(self, session: SessionId, frames: list[bytes]) -> None:
+        """Note the tokens of blocks that are about to be committed, if an engine sends them."""
+        if self._book is not None and len(frames) == 3:  # noqa: PLR2004 - keys, slots, tokens
+            self._book.note(self._cache.announced_to(session), frames[0], frames[2])
 
     def _load(self, peer: bytes, request: wire.Load, _: list[bytes], respond: Respond) -> Answer | None:
         session, lease = self._groups.owner(peer).session, LeaseId(request.lease)

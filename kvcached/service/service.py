@@ -38,6 +38,7 @@ from kvcached.core.messages import (
     StartTransfer,
 )
 from kvcached.core.refusals import Refusal
+from kvcached.events.token_book import TokenBook
 from kvcached.monitoring.timing import CopyTimes, RequestTimes
 from kvcached.process.access import Grants
 from kvcached.recovery.engine_pools import Claimed, EnginePools
@@ -108,6 +109,7 @@ class Service:
         headers: Headers | None = None,
         state_place: StatePlace | None = None,
         engine_pools: EnginePools | None = None,
+        book: TokenBook | None = None,
         later: Later = later,
     ) -> None:
         self._cache = cache
@@ -119,25 +121,25 @@ class Service:
         self._pending = PendingReplies(self.refused, later, before_reply=self._device_blocks.write)
         self.waiting = self._pending.by_wait
         self._stories = RequestStories(self._groups)
-        self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms)
-        self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms)
+        self._admission = Admission(cache, self._replicas, self._groups, heartbeat_interval_ms, book)
+        self._offload_admission = OffloadAdmission(cache, self._groups, share, heartbeat_interval_ms, book)
         self.state_writer = StateWriter(
             cache, self._replicas, self._groups, self._offload_admission, state_place, later
         )
         self._claims = HostClaims(headers, self._replicas, self._offload_admission, cache)
         host_memory = HostMemoryCheck(cache, headers, self._replicas, self._claims.geometry)
         self.storage = StorageVerbs(
-            cache, self._groups, self._replicas, self._offload_admission, self._pending, self.copy_times
+            cache, self._groups, self._replicas, self._offload_admission, self._pending, self.copy_times, book
         )
         self.health = HealthRequests(
             cache, self._replicas, self._pending, now_ms, settle=self._settle, drain_state=self._drain_state,
             more=lambda: [*host_memory.parts(), *self.storage.health(), *self.state_writer.health()],
             before_probe=self._device_blocks.write,
         )  # fmt: skip
-        self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms, self.copy_times)
+        self._offload = OffloadVerbs(cache, self._groups, self._offload_admission, now_ms, self.copy_times, book)
         engines = EngineVerbs(
             cache, self._replicas, self._groups, self._admission, self._offload,
-            pending=self._pending, drain_state=self._drain_state, now_ms=now_ms, forget=self._forget,
+            pending=self._pending, drain_state=self._drain_state, now_ms=now_ms, forget=self._forget, book=book,
         )  # fmt: skip
         self._engine_pools = engine_pools or EnginePools(0)
         self.clears = Clears(

@@ -18,6 +18,7 @@ from kvcached.core.messages import (
 )
 from kvcached.core.slots.states import PrefetchState
 from kvcached.core.transfers.storage_state import Prefetch
+from kvcached.events.token_book import TokenBook
 from kvcached.monitoring.timing import CopyTimes
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import WAITING_MAX, Answer, LateVerb, PendingReplies, PendingReply, Respond, Wait
@@ -114,9 +115,11 @@ class StorageVerbs:
         admission: OffloadAdmission,
         pending: PendingReplies,
         copy_times: CopyTimes,
+        book: TokenBook | None,
     ) -> None:
         self.storage: StorageService | None = None
         self._copy_times = copy_times
+        self._book = book
         self._cache = cache
         self._groups = groups
         self._replicas = replicas
@@ -210,6 +213,8 @@ class StorageVerbs:
     def _prefetch(self, peer: bytes, request: wire.Prefetch, frames: list[bytes], respond: Respond) -> Answer | None:
         """Begin a prefetch; the answer where it is over, nobody wants to wait, or too many wait already."""
         session = self._groups.owner(peer).session
+        if self._book is not None and len(frames) > 1:
+            self._book.note(self._cache.announced_to(session), frames[0], frames[1])
         found = self._cache.prefetch(
             session, request.epoch, frames[0], request.tokens, request.prefill_tokens_per_s,
             full=request.full, tenant=request.tenant,

@@ -83,7 +83,15 @@ class OneProcessSession:
             with self.turn:
                 self.client.post_release(hold.lease)
 
-    def fetch(self, keys: bytes, tokens: int, *, full: bool = False, until_s: float = math.inf) -> int:
+    def fetch(
+        self,
+        keys: bytes,
+        tokens: int,
+        *,
+        full: bool = False,
+        until_s: float = math.inf,
+        token_ids: bytes | None = None,
+    ) -> int:
         """Bring a chain's blocks from storage into the host pool, if there is storage.
 
         A daemon that hangs is noticed before storage is waited for, and storage is waited for `FETCH_MS` at most, and
@@ -100,7 +108,7 @@ class OneProcessSession:
             wait_ms = int(min(FETCH_MS, (until_s - time.monotonic()) * 1000))
             if wait_ms <= 0:
                 return found
-            told = self.client.prefetch(keys, tokens, full=full, deadline_ms=wait_ms)
+            told = self.client.prefetch(keys, tokens, full=full, deadline_ms=wait_ms, token_ids=token_ids)
             if told.reason == "unavailable":
                 self.storage_at_s = time.monotonic() + RETRY_S
                 return found

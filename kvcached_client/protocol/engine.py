@@ -61,6 +61,7 @@ from kvcached_client.protocol.fields import (
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
     REQUEST_NAME_LENGTH_MAX,
+    TELLS_TOKENS,
     TOKEN_SIZE_BYTES,
     TOKENS_PER_MESSAGE_MAX,
     TREE_CHILDREN_MAX,

@@ -32,6 +32,8 @@ MESSAGE_SIZE_BYTES_MAX: Final = 2 * FRAME_SIZE_BYTES_MAX
 #: cheaper to send than to look up.
 KNOWN_BLOCKS_MIN: Final = 64
 REQUEST_NAME_LENGTH_MAX: Final = 256
+#: The capability of a client that sends the tokens of blocks beside their keys, and of a daemon that tells routers.
+TELLS_TOKENS: Final = "token_ids"
 #: A request whose id has this prefix only reserves slots: a daemon that drains or stops does not wait for its release.
 RESERVE_REQUEST_PREFIX: Final = "reserve of "
 NAME_LENGTH_MAX: Final = 128

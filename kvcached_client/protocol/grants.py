@@ -13,6 +13,7 @@ from kvcached_client.blocks.block_table import SlotRanges
 from kvcached_client.blocks.jobs import BlockJob, JobSpan
 from kvcached_client.errors import RequestError, bad_reply, bad_value, request_error, request_in_use
 from kvcached_client.protocol.engine import INTEGER_MAX, Acquired, Held, LoadTicket, StorePrepared, StoresPrepared
+from kvcached_client.protocol.fields import TOKENS
 from kvcached_client.types import KEY_SIZE_BYTES, FenceSequence, LeaseId, TransferId, unpack_ranges
 
 Slots = npt.NDArray[np.int32]
@@ -140,9 +141,35 @@ class Offered(NamedTuple):
     lease: LeaseId
     start: int
     keys: bytes
+    token_ids: bytes | None = None
 
     def __repr__(self) -> str:
         return f"Offered(lease={self.lease}, start={self.start}, blocks={len(self.keys) // KEY_SIZE_BYTES})"
+
+
+def with_tokens(keys: bytes, token_ids: bytes | None, *, are_wanted: bool) -> tuple[bytes, ...]:
+    """The frames of keys, and of their tokens if the daemon wants them and the message has room for them."""
+    if token_ids is None or not are_wanted or len(token_ids) > TOKENS.size_bytes_max:
+        return (keys,)
+    return keys, token_ids
+
+
+def offered_frames(offers: Sequence[Offered], block_size: int) -> tuple[bytes, ...]:
+    """The frames of offers: their keys, and their tokens if any offer has some and the message has room for them.
+
+    Args:
+        offers: in order.
+        block_size: tokens in a block; 0 = nobody wants to know the tokens.
+    """
+    keys = b"".join([offer.keys for offer in offers])
+    size_bytes = len(keys) // KEY_SIZE_BYTES * block_size * TOKENS.item_bytes
+    if not 0 < size_bytes <= TOKENS.size_bytes_max or all(offer.token_ids is None for offer in offers):
+        return (keys,)
+    untold = b"\xff" * (block_size * TOKENS.item_bytes)
+    tokens = [
+        untold * (len(offer.keys) // KEY_SIZE_BYTES) if offer.token_ids is None else offer.token_ids for offer in offers
+    ]
+    return keys, b"".join(tokens)
 
 
 class Holds:

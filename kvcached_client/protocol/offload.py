@@ -19,6 +19,7 @@ from kvcached_client.protocol.fields import (
     INTEGER_MAX,
     KEYS,
     RANGES,
+    TOKENS,
     Count,
     Header,
     Id,
@@ -98,9 +99,10 @@ class PrepareLoad(Header, frozen=True, kw_only=True, tag="prepare_load"):
 
 
 class PrepareStore(Header, frozen=True, kw_only=True, tag="prepare_store"):
-    """Offer the next computed blocks of a lease; the reply says which of them to copy where. Frames: their keys."""
+    """Offer the next computed blocks of a lease; the reply says which of them to copy where. Frames: keys, [tokens]."""
 
-    frames = (KEYS,)
+    frames = (KEYS, TOKENS)
+    frame_counts = (1, 2)
 
     epoch: Id
     lease: Id
@@ -116,13 +118,14 @@ class StoreOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class PrepareStores(Header, frozen=True, kw_only=True, tag="prepare_stores"):
-    """Offer the next computed blocks of several leases, then give leases back. Frames: the keys of all offers.
+    """Offer the next computed blocks of several leases, then give leases back. Frames: keys, [tokens] of all offers.
 
     Each offer is served as a `PrepareStore`, in their order, and refused by itself. A lease that does not exist is not
     given back, and nothing is said.
     """
 
-    frames = (KEYS,)
+    frames = (KEYS, TOKENS)
+    frame_counts = (1, 2)
 
     epoch: Id
     offers: Annotated[tuple[StoreOffer, ...], msgspec.Meta(max_length=LEASES_PER_MESSAGE_MAX)]
@@ -171,6 +174,7 @@ class WelcomeOffload(Header, frozen=True, kw_only=True, tag="welcome_offload"):
     session_ttl_ms: Id
     verify: Verify  #: which loaded blocks are to be compared with their checksums
     read_only: bool = False  #: only load, because the engine or the configuration says so
+    token_ids: bool = False  #: routers may know the tokens of this namespace: they are to be sent beside the keys
 
 
 class Held(Header, frozen=True, kw_only=True, tag="held"):

@@ -148,9 +148,10 @@ class Bye(Header, frozen=True, kw_only=True, tag="bye"):
 
 
 class Prefetch(Header, frozen=True, kw_only=True, tag="prefetch"):
-    """Bring a prompt's blocks from storage into the host pool. Frames: keys of its full blocks."""
+    """Bring a prompt's blocks from storage into the host pool. Frames: keys of its full blocks, [their tokens]."""
 
-    frames = (KEYS,)
+    frames = (KEYS, TOKENS)
+    frame_counts = (1, 2)
 
     epoch: Id = 0  #: of the device pool; ignored in offload mode
     tokens: Count  #: length of the prompt; at most tokens - 1 are fetched unless `full`

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from kvcached_client.errors import ErrorCode, bad_reply, request_error
 from kvcached_client.keys import KeyChain
-from kvcached_client.protocol.engine import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Welcome, WelcomeOffload
+from kvcached_client.protocol.engine import (
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    TELLS_TOKENS,
+    Welcome,
+    WelcomeOffload,
+)
 
 
 def check_version(welcome: Welcome | WelcomeOffload) -> None:
@@ -17,6 +23,11 @@ def check_version(welcome: Welcome | WelcomeOffload) -> None:
         offered = f"{PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}"
         message = f"the daemon chose version {welcome.version}, not one of {offered}"
         raise bad_reply(message, ErrorCode.UNSUPPORTED_VERSION)
+
+
+def tells_tokens(welcome: Welcome | WelcomeOffload) -> bool:
+    """Whether the daemon tells routers the tokens of the session's blocks, and so has to be told them."""
+    return welcome.token_ids if isinstance(welcome, WelcomeOffload) else TELLS_TOKENS in welcome.capabilities
 
 
 def check_welcome(welcome: Welcome, fingerprint: str) -> None:

@@ -183,8 +183,8 @@ class PromptCache(Turns):
 
     def _loaded(self, session: OneProcessSession, tokens: Sequence[int]) -> Iterator[list[torch.Tensor]]:
         """The stored beginning of a prompt, some blocks at a time."""
-        chain = KeyChain(self._keyspace, self._block_size, tokens)
-        session.fetch(chain.keys, len(tokens))
+        chain = KeyChain(self._keyspace, self._block_size, tokens, keeps_tokens=session.client.tells_tokens)
+        session.fetch(chain.keys, len(tokens), token_ids=chain.token_range(0, chain.block_count))
         with session.lease(chain.keys, len(tokens), full=False) as (lease, hit, _, _):
             for start in range(0, hit, self._staging.blocks):
                 count = min(self._staging.blocks, hit - start)
@@ -198,12 +198,13 @@ class PromptCache(Turns):
 
     def _stored(self, session: OneProcessSession, tokens: Sequence[int], cache: DynamicCache) -> Iterator[int]:
         """Store a sequence some blocks at a time; how many are stored, after each time."""
-        chain = KeyChain(self._keyspace, self._block_size, tokens)
+        chain = KeyChain(self._keyspace, self._block_size, tokens, keeps_tokens=session.client.tells_tokens)
         with session.lease(chain.keys, len(tokens), full=True) as (lease, hit, _, _):
             yield (depth := hit)
             while depth < chain.block_count:
                 stop = min(depth + self._staging.blocks, chain.block_count)
-                plan = session.client.prepare_store(lease, depth, chain.key_range(depth, stop))
+                told = chain.token_range(depth, stop)
+                plan = session.client.prepare_store(lease, depth, chain.key_range(depth, stop), told)
                 if plan.transfer and not self._copied(session, chain, plan, cache):
                     return
                 if plan.depth <= depth:

@@ -45,7 +45,7 @@ from kvcached_client.protocol.engine import (
     WelcomeOffload,
     encode,
 )
-from kvcached_client.protocol.welcome import check_version
+from kvcached_client.protocol.welcome import check_version, tells_tokens
 from kvcached_client.transport.attach import AttachConnection, SessionGrant, identify
 from kvcached_client.transport.channel import Channel
 from kvcached_client.transport.connection import by_one_thread
@@ -79,6 +79,7 @@ class SessionChannel(Channel):
         super().__init__(endpoint, deadline_ms=deadline_ms, attached=attached)
         self.run_dir = run_dir
         self.epoch = 0
+        self.tells_tokens = False  #: routers may know the tokens of the session's blocks
         self.is_stale = False  #: the daemon said that the session or the pool's epoch is over
         self.named_fence = NO_FENCE  #: the highest that any lease of the session has named
         self.misses = MissPolicy(failures)
@@ -311,6 +312,7 @@ class EngineSession:
         self.namespace = welcome.namespace
         self._channel = channel
         self._channel.epoch = welcome.epoch
+        self._channel.tells_tokens = tells_tokens(welcome)
         self._process_id = os.getpid()
         self._is_closed = False
         self._on_stale = on_stale

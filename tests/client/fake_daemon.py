@@ -90,6 +90,7 @@ class FakeDaemon:
         self.bye_came = threading.Event()
         self.script: Script | None = None
         self.epoch = 1
+        self.capabilities: tuple[str, ...] = ()
         self.hit = 0
         self.memory: int | None = None
         self.progress = ProgressPage.create()
@@ -243,7 +244,7 @@ class FakeDaemon:
             slots=SLOTS,
             heartbeat_interval_ms=self.heartbeat_interval_ms,
             session_ttl_ms=10_000,
-            capabilities=(),
+            capabilities=self.capabilities,
         )
 
 

@@ -19,7 +19,7 @@ from tests.core.test_storage_model import StorageHistory
 from tests.events.followers import Followers
 
 STEPS = 300
-SEEN = {"replays", "snapshots", "pieces", "exact", "AllRemoved", "BlocksStored", "BlocksRemoved"}
+SEEN = {"replays", "snapshots", "pieces", "exact", "told", "untold", "AllRemoved", "BlocksStored", "BlocksRemoved"}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ import select
 import sys
 from pathlib import Path
 
-from tests.events.router import Router
+from tests.events.router import Router, Tier
 
 QUIET_MS = 300
 
@@ -25,10 +25,15 @@ def main() -> None:
                 return
             while router.take(QUIET_MS) or router.last < 0:
                 pass
-            tiers = [(name, rank, [key.hex() for key in keys]) for (name, rank), keys in router.solid().items()]
+            tiers = [(*tier, _told(router, tier, keys)) for tier, keys in router.solid().items()]
             sys.stdout.write(json.dumps([tiers, router.seen]) + "\n")
             sys.stdout.flush()
             router.seen.clear()
+
+
+def _told(router: Router, tier: Tier, keys: set[bytes]) -> list[tuple[str, list[int]]]:
+    """Blocks of a tier, and their tokens."""
+    return [(key.hex(), router.tokens[tier, key]) for key in keys]
 
 
 if __name__ == "__main__":

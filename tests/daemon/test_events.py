@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
 SLOTS = 64
-HOST = "[events]\nbuffer_bytes = 65536\n[host]\nsize_bytes = 4194304\nslab_bytes = 262144\n"
+HOST = "[events]\nbuffer_bytes = 65536\ntoken_ids = ['*']\n[host]\nsize_bytes = 4194304\nslab_bytes = 262144\n"
 EVENTS_CONFIG = HOST + CONFIG.replace("slots = 16", f"slots = {SLOTS}").replace(
     "heartbeat_interval_ms = 100\nsession_ttl_ms = 600\n", ""
 )
@@ -41,14 +42,14 @@ class RouterProcess:
             arguments, cwd=ROOT, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def index(self) -> tuple[dict[Tier, set[bytes]], dict[str, int]]:
-        """What it knows once it hears nothing more, and what it has been through."""
+    def index(self) -> tuple[dict[Tier, dict[bytes, list[int]]], dict[str, int]]:
+        """What it knows once it hears nothing more, with the tokens of blocks, and what it has been through."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("?\n")
         self.process.stdin.flush()
         tiers, seen = json.loads(self.process.stdout.readline())
-        return {(name, rank): {bytes.fromhex(key) for key in keys} for name, rank, keys in tiers}, seen
+        return {(name, rank): {bytes.fromhex(key): told for key, told in blocks} for name, rank, blocks in tiers}, seen
 
     def kill(self) -> None:
         self.process.kill()
@@ -75,18 +76,25 @@ def right_index(run_dir: Path, keys: set[bytes]) -> dict[Tier, set[bytes]]:
     return index
 
 
-def serve(engine: Engine, chance: random.Random, requests: int, keys: set[bytes]) -> None:
-    """Prompts of long ago and new ones, in a pool and a host pool that hold a part of them."""
+def serve(engine: Engine, chance: random.Random, requests: int, tokens: dict[bytes, list[int]]) -> None:
+    """Prompts of long ago and new ones, in a pool and a host pool that hold a part of them; notes their blocks."""
     for _ in range(requests):
         number = chance.randrange(60)
-        keys.update(bytes(engine.chain(number).key_range(depth, depth + 1)) for depth in range(BLOCKS))
+        chain = engine.chain(number)
+        for depth in range(BLOCKS):
+            told = chain.token_range(depth, depth + 1)
+            assert told is not None
+            tokens[chain.key_range(depth, depth + 1)] = array("i", told).tolist()
         engine.compute(number)
 
 
 @pytest.mark.timeout(300)
 def test_routers_are_exact_whoever_is_killed(tmp_path: Path, daemon_config: str) -> None:
-    """Routers that are killed and started at random, under load, eviction and kills of the daemon, hold its index."""
-    chance, keys = random.Random(3), set[bytes]()
+    """Routers that are killed and started at random, under load, eviction and kills of the daemon, hold its index.
+
+    They know the tokens of every block, also of those that a daemon has taken over.
+    """
+    chance, keys = random.Random(3), dict[bytes, list[int]]()
     with supervised(tmp_path, daemon_config, pause_min_s=0.01, pause_max_s=0.01) as daemon:
         engine = Engine(daemon.run_dir, Counter())
         routers = [RouterProcess(daemon.run_dir) for _ in range(3)]
@@ -105,11 +113,12 @@ def test_routers_are_exact_whoever_is_killed(tmp_path: Path, daemon_config: str)
                 serve(engine, chance, 10, keys)
                 with Admin.connect(daemon.run_dir, deadline_ms=20_000) as admin:
                     assert admin.pause(deadline_ms=10_000).under_way == 0
-                right = right_index(daemon.run_dir, keys)
+                right = right_index(daemon.run_dir, set(keys))
                 for router in routers:
                     index, events = router.index()
                     assert index.keys() == right.keys()
-                    assert {tier: index[tier] ^ right[tier] for tier in right} == {tier: set() for tier in right}
+                    assert {tier: index[tier].keys() ^ right[tier] for tier in right} == {tier: set() for tier in right}
+                    assert all(told == keys[key] for blocks in index.values() for key, told in blocks.items())
                     seen.update(events)
                 with Admin.connect(daemon.run_dir, deadline_ms=20_000) as admin:
                     admin.resume()

@@ -104,7 +104,7 @@ class FakeOffloadClient:
         self._called(f"load {start} {blocks}")
         return PreparedLoad(TransferId(self._next()), 0, np.arange(blocks, dtype=np.int32), start)
 
-    def prepare_store(self, lease: LeaseId, start: int, keys: bytes) -> PreparedStore:
+    def prepare_store(self, lease: LeaseId, start: int, keys: bytes, _: bytes | None = None) -> PreparedStore:
         self._called(f"store {start} {len(_split(keys))}")
         new = [index for index, key in enumerate(_split(keys), start) if key not in self.stored]
         self.stored.update(dict.fromkeys(_split(keys), 1))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 
 from kvcached.core.cache import Cache
 from kvcached.core.insight.findable import findable
+from kvcached.core.messages import BlocksStored
+from kvcached.events import stream
 from kvcached.events.stream import Batch, EventStream
+from kvcached.events.token_book import TokenBook
+from kvcached.memory.token_table import TokenTable
 from tests.core.history import Choose
 from tests.events.router import Index, Tier
 
@@ -26,6 +31,15 @@ def right_index(cache: Cache) -> dict[Tier, set[bytes]]:
                 keys = set(findable(cache, tree, runs, pool).values())
                 index.setdefault((tree.namespace.hex(), rank), set()).update(keys)
     return {tier: keys for tier, keys in index.items() if keys}
+
+
+def tokens_of(key: bytes, block_size: int) -> list[int]:
+    """The tokens of a block, as engines tell them: none of every third one."""
+    return [] if key[-1] % 3 == 0 else [int.from_bytes(key[-4:], "big") >> 1] * block_size
+
+
+def _keys(packed: bytes) -> list[bytes]:
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 
 
 class Follower(Index):
@@ -102,9 +116,11 @@ class Followers:
     def __init__(self, choose: Choose, cache: Cache) -> None:
         self._choose = choose
         self._cache = cache
+        self.book = TokenBook(["*"], TokenTable.create)
         self.stream = EventStream(
-            cache.index_changes, cache.announced, topic="", epoch=7, buffer_bytes=BUFFER_BYTES, now_s=lambda: 0.0
-        )
+            cache.index_changes, cache.announced, topic="", epoch=7, buffer_bytes=BUFFER_BYTES, now_s=lambda: 0.0,
+            book=self.book,
+        )  # fmt: skip
         self.all = [Follower(self.stream), Follower(self.stream)]
 
     def step(self) -> None:
@@ -123,10 +139,17 @@ class Followers:
         self.check()
 
     def publish(self) -> None:
-        """What the core has said goes to everybody who is connected."""
+        """What the core has said goes to everybody who is connected; engines have told tokens before."""
+        for change in self._cache.index_changes[: stream.CHANGES_PER_FLUSH_MAX]:
+            if isinstance(change, BlocksStored):
+                tiers = {announced.tier: announced for announced in self._cache.announced()}
+                tokens = [tokens_of(key, change.tier.block_size) for key in _keys(change.keys)]
+                packed = b"".join(array("i", each or [-1] * change.tier.block_size).tobytes() for each in tokens)
+                self.book.note(tiers.get(change.tier), change.keys, packed)
         for batch in self.stream.flush():
             for follower in self.all:
                 follower.hear(batch)
+        self.book.check()
 
     def check(self) -> None:
         """Who has everything that was published is exact, if that is everything that has happened."""
@@ -135,7 +158,14 @@ class Followers:
         for follower in self.all:
             if follower.is_up_to_date:
                 follower.seen["exact"] += 1
-                assert follower.solid() == right_index(self._cache)
+                right = right_index(self._cache)
+                assert follower.solid() == right
+                sizes = {a.tier.namespace.hex(): a.tier.block_size for a in self._cache.announced()}
+                for tier, key in ((tier, key) for tier, keys in right.items() for key in keys):
+                    told = follower.tokens[tier, key]
+                    assert told == tokens_of(key, sizes[tier[0]])
+                    follower.seen["told"] += bool(told)
+                    follower.seen["untold"] += not told
 
     def end(self) -> None:
         """Everybody connects, and is exact."""
@@ -148,6 +178,7 @@ class Followers:
                 follower.go_on()
             assert follower.is_up_to_date
         self.check()
+        self.book.close()
 
     def seen(self) -> Counter[str]:
         """What has happened to them."""

@@ -15,10 +15,11 @@ Tier = tuple[str, int | None]
 
 
 class Index:
-    """The blocks of each tier, from batches in the order of their numbers."""
+    """The blocks of each tier, from batches in the order of their numbers, and what was told of their tokens."""
 
     def __init__(self) -> None:
         self.blocks: dict[Tier, set[bytes]] = {}
+        self.tokens: dict[tuple[Tier, bytes], list[int]] = {}
 
     def apply(self, payload: bytes) -> None:
         """Take in a batch."""
@@ -29,10 +30,17 @@ class Index:
             if event["type"] == "BlockStored":
                 assert event["medium"] == ("CPU" if rank is None else "GPU")
                 held.update(event["block_hashes"])
+                self._note_tokens((event["namespace"], rank), event)
             elif event["type"] == "BlockRemoved":
                 held.difference_update(event["block_hashes"])
             else:
                 held.clear()
+
+    def _note_tokens(self, tier: Tier, event: dict[str, Any]) -> None:
+        size, keys, tokens = event["block_size"], event["block_hashes"], event["token_ids"]
+        assert len(tokens) in {0, size * len(keys)}
+        for at, key in enumerate(keys):
+            self.tokens[tier, key] = tokens[at * size : (at + 1) * size]
 
     def solid(self) -> dict[Tier, set[bytes]]:
         """The tiers that have blocks."""

@@ -40,7 +40,7 @@ def open_events(config: Config, *, is_takeover: bool, then: Callable[[Office], N
     async def main() -> None:
         office = Office()
         async with AsyncExitStack() as parts:
-            await doors.open_events(config, office.cache, office.service, parts, is_takeover=is_takeover)
+            await doors.open_events(config, office.cache, office.service, None, parts, is_takeover=is_takeover)
             then(office)
 
     asyncio.run(main())
@@ -52,7 +52,7 @@ def failures(config: Config, *, is_takeover: bool, before: Callable[[], None] = 
     async def main() -> dict[str, str]:
         office = Office()
         async with AsyncExitStack() as parts:
-            await doors.open_events(config, office.cache, office.service, parts, is_takeover=is_takeover)
+            await doors.open_events(config, office.cache, office.service, None, parts, is_takeover=is_takeover)
             before()
             report = await office.health()
         assert report.ok is all(part.ok for part in report.parts)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import subprocess
+from array import array
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange, Tier
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, Tier
 from kvcached.events import wire
+from kvcached.events.token_book import TokensStored
 from tests.vllm.server import interpreter
 
 HOST = Tier(b"\xaa" * 32, 7, "model bfloat16 tp1", "", None, 16)
 DEVICE = HOST._replace(replica="a", rank=1)
 KEYS = [bytes([number]) * 16 for number in range(3)]
+TOKENS = [0, 127, 128, 65_535, 65_536, 151_935, *range(26)]  # two blocks, in all sizes of MessagePack's integers
 
 
 # What vLLM 0.32 has in vllm/distributed/kv_events.py, field by field.
@@ -73,8 +76,8 @@ sys.stdout.buffer.write(msgspec.json.encode(batch))
 
 def packed(tier: Tier) -> bytes:
     """A batch of one event of each kind."""
-    changes: list[IndexChange] = [
-        BlocksStored(tier, KEYS[0], b"".join(KEYS[1:])),
+    changes: list[wire.Told] = [
+        TokensStored(tier, KEYS[0], b"".join(KEYS[1:]), array("i", TOKENS).tobytes()),
         BlocksRemoved(tier, KEYS[2]),
         BlocksStored(tier, b"", KEYS[0]),
         AllRemoved(tier),
@@ -86,10 +89,10 @@ def check(batch: Any, medium: str, rank: int | None) -> None:
     """The batch has the four events, as an object of vLLM's classes."""
     stored, removed, first, cleared = batch.events
     assert (batch.ts, batch.data_parallel_rank) == (1.5, rank)
-    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == (KEYS[1:], KEYS[0], [])
+    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == (KEYS[1:], KEYS[0], TOKENS)
     assert (stored.block_size, stored.medium, stored.lora_id, stored.lora_name) == (16, medium, None, None)
     assert (removed.block_hashes, removed.medium) == (KEYS[2:], medium)
-    assert first.parent_block_hash is None
+    assert (first.parent_block_hash, first.token_ids) == (None, [])
     assert type(cleared).__name__ == "AllBlocksCleared"
 
 
@@ -131,7 +134,7 @@ def test_numbers_that_look_like_the_gap_are_no_gap() -> None:
     """Block sizes and generations with the bytes by which an event is cut are packed as they are."""
     tier = HOST._replace(block_size=0xC1C1C1C1, generation=0xC1C1C1C1C1C1C1C1)
 
-    stored = wire.decode_batch(packed(tier)).events[0]
+    stored = wire.decode_batch(packed(tier)).events[2]
 
     assert isinstance(stored, wire.BlockStored)
     assert (stored.block_size, stored.generation) == (tier.block_size, tier.generation)

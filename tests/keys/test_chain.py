@@ -208,3 +208,41 @@ def test_forks_share_keys_and_nothing_else(steps: list[tuple[int, int, bool]]) -
         assert (chain.keys, chain.block_count, chain.token_count) == (whole.keys, blocks, len(tokens))
         for start, stop in ((0, blocks // 3), (blocks // 3, blocks), (blocks // 2, blocks // 2), (blocks, blocks)):
             assert chain.key_range(start, stop) == whole.keys[16 * start : 16 * stop]
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.booleans())
+def test_chain_gives_back_its_tokens(sizes: list[int], forks: bool) -> None:
+    """However tokens come, the chain that keeps them has those of each complete block; one that does not has none."""
+    chain, tokens = KeyChain(_NAMESPACE, 4, keeps_tokens=True), list[int]()
+    for first, size in enumerate(sizes):
+        if forks:
+            other, chain = chain, chain.fork()
+            other.extend([7] * 9)
+        chain.extend(range(first, first + size))
+        tokens.extend(range(first, first + size))
+
+    blocks = chain.block_count
+    for start, stop in ((0, blocks), (blocks // 2, blocks), (0, blocks // 3)):
+        packed = chain.token_range(start, stop)
+        assert packed is not None
+        assert np.frombuffer(packed, "<i4").tolist() == tokens[4 * start : 4 * stop]
+    assert KeyChain(_NAMESPACE, 4, tokens).token_range(0, blocks) is None
+    with pytest.raises(BadRequest):
+        chain.token_range(0, blocks + 1)
+
+
+@pytest.mark.parametrize("names", [{"salt": "a"}, {"lora": "b"}])
+def test_tokens_behind_a_salt_or_an_adapter_are_not_kept(names: dict[str, str]) -> None:
+    """Their tokens alone name a prompt without salt and adapter."""
+    assert KeyChain(_NAMESPACE, 4, range(8), keeps_tokens=True, **names).token_range(0, 2) is None
+
+
+def test_tokens_from_the_first_item_on_are_unknown() -> None:
+    """From the block of the first multimodal item on, tokens do not say what the prompt is: they are -1."""
+    chain = KeyChain(_NAMESPACE, 4, range(4), keeps_tokens=True)
+    chain.add_item("image", 9, 2)
+    chain.extend(range(4, 16))
+
+    packed = chain.token_range(1, 4)
+    assert packed is not None
+    assert np.frombuffer(packed, "<i4").tolist() == [4, 5, 6, 7, *[-1] * 8]

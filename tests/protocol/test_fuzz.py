@@ -250,7 +250,8 @@ TRANSFER_DONE = TransferDone(id=1, session=1, token=bytes(32), kind="load", tran
         (Stats(id=1), [b""], ErrorCode.BAD_FRAMES),
         (PREPARE_STORE, [], ErrorCode.BAD_FRAMES),
         (PREPARE_STORE, [KEY[:-1]], ErrorCode.BAD_FRAMES),
-        (PREPARE_STORE, [KEY, KEY], ErrorCode.BAD_FRAMES),
+        (PREPARE_STORE, [KEY, bytes(3)], ErrorCode.BAD_FRAMES),
+        (PREPARE_STORE, [KEY, bytes(4), b""], ErrorCode.BAD_FRAMES),
         (PREPARE_STORE, [KEY * (BLOCKS_PER_MESSAGE_MAX + 1)], ErrorCode.BAD_FRAMES),
         (TRANSFER_DONE, [bytes(3)], ErrorCode.BAD_FRAMES),
         (TRANSFER_DONE, [bytes(4), b""], ErrorCode.BAD_FRAMES),
@@ -277,7 +278,7 @@ def test_any_frames_are_refused_or_fit(kind: type[Any], frames: list[bytes]) -> 
     except BadRequest:
         return
     assert len(frames) in (kind.frame_counts or (len(kind.frames),))
-    units = (4,) if kind is TransferDone else (16, 8, 4)
+    units = [each.item_bytes for each in kind.frames]
     assert all(len(frame) % unit == 0 for frame, unit in zip(frames, units, strict=False))
 
 

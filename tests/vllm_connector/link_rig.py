@@ -83,6 +83,7 @@ class ScriptedClient:
     def __init__(self, number: int, **answers: Any) -> None:
         self.session = SessionGrant(id=100 + number, token=bytes(32), run_dir="/run/kvcached")
         self.is_alive = True
+        self.tells_tokens = False
         self.is_patient = True  #: listens for as long as it is told to
         self.calls: list[tuple[Any, ...]] = []
         self.entered = threading.Event()
@@ -150,6 +151,7 @@ class ScriptedClient:
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
         tenant: str = "",
+        token_ids: bytes | None = None,
     ) -> Any:
         self._answer("begin_prefetch", keys, tokens, stop, prefill_tokens_per_s, *([tenant] if tenant else []))
         self.pending.append(FakePending(self))

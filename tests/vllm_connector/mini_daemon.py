@@ -134,6 +134,7 @@ class MiniClient:
             _gone()
         self.daemon = daemon
         self.id = daemon.cache.open_offload(daemon.spec, now_ms).id
+        self.tells_tokens = False
         self.session = SessionGrant(id=self.id, token=bytes(32), run_dir="/run/kvcached")
 
     @property
@@ -164,6 +165,7 @@ class MiniClient:
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
         tenant: str = "",
+        token_ids: bytes | None = None,
     ) -> MiniPrefetch:
         if not self.is_alive:
             _gone()
@@ -205,7 +207,7 @@ class MiniClient:
         plans: list[PreparedStore | RequestError] = []
         for offer in offers:
             try:
-                plans.append(self._prepare_store(*offer))
+                plans.append(self._prepare_store(offer.lease, offer.start, offer.keys))
             except Refusal as refusal:
                 plans.append(in_words(refusal))
         for lease in releases:

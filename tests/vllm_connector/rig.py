@@ -56,6 +56,10 @@ class FakeRequest:
         self.skip_reading_prefix_cache = skip_reading
         self.kv_transfer_params: dict[str, Any] | None = None
         self.kv_hints: object | None = None
+        self.cache_salt: str | None = None
+        self.lora_request: object | None = None
+        self.mm_features: list[object] = []
+        self.prompt_embeds: object | None = None
         self.block_hashes: list[bytes] = []
         self.append()
 
@@ -72,6 +76,10 @@ class FakeRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
 
     def keys(self, start: int, stop: int) -> bytes:
         """Of its blocks, as the daemon gets them."""
@@ -200,6 +208,7 @@ class Rig:
             clock=lambda: self.now,
         )
         self.number = 0
+        self.tells_tokens = False
         self._lease = 0
         self._transfer = 1000
         self._next_block = 1
@@ -216,7 +225,7 @@ class Rig:
         self.number += 1
         note = SessionNote(self.number, b"grant")
         self.link.is_taking = True
-        self.link.events.append(Connected(note))
+        self.link.events.append(Connected(note, self.tells_tokens))
         return note
 
     def lose(self) -> None:

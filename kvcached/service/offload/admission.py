@@ -15,6 +15,7 @@ from kvcached.core.cache import Cache
 from kvcached.core.messages import MemberLost, MembersDied
 from kvcached.core.namespaces import NamespaceSpec
 from kvcached.core.session import OffloadSession
+from kvcached.events.token_book import TokenBook
 from kvcached.recovery.state_file import NamespaceRecord
 from kvcached.service.admission import check_shard, joining, presented
 from kvcached.service.sessions import EngineGroup, EngineGroups, Peer
@@ -92,16 +93,25 @@ class OffloadAdmission:
     Args:
         share: None where the configuration has no such engines.
         heartbeat_interval_ms: what engines are told.
+        book: the tokens that routers may know.
 
     Attributes:
         shapes: of namespaces by their root; those that the core has forgotten may be among them.
     """
 
-    def __init__(self, cache: Cache, groups: EngineGroups, share: HostShare | None, heartbeat_interval_ms: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        groups: EngineGroups,
+        share: HostShare | None,
+        heartbeat_interval_ms: int,
+        book: TokenBook | None,
+    ) -> None:
         self._cache = cache
         self._groups = groups
         self._share = share
         self._heartbeat_interval_ms = heartbeat_interval_ms
+        self._book = book
         self._hellos: dict[SessionId, wire.HelloOffload] = {}
         self._departed: list[Peer] = []
         self.shapes: dict[bytes, Shape] = {}
@@ -269,6 +279,7 @@ class OffloadAdmission:
             session_ttl_ms=self._cache.session_ttl_ms,
             verify=self._required_share().verify,
             read_only=session.read_only,
+            token_ids=self._book is not None and self._book.wants(self._cache.announced_to(session.id)),
         )
 
 

@@ -13,6 +13,7 @@ from kvcached.core.refusals import Refusal
 from kvcached.core.slots.ranges import Ranges, no_ranges, slot_count
 from kvcached.core.slots.states import TransferState
 from kvcached.core.transfers.engine_copies import EVERY_SHARD, StorePlan
+from kvcached.events.token_book import TokenBook
 from kvcached.monitoring.timing import CopyTimes, Executor
 from kvcached.service.offload.admission import OffloadAdmission
 from kvcached.service.pending import Answer, Verb
@@ -38,6 +39,7 @@ class OffloadVerbs:
         admission: OffloadAdmission,
         now_ms: Callable[[], int],
         copy_times: CopyTimes,
+        book: TokenBook | None,
     ) -> None:
         self._cache = cache
         self._core = cache.offload
@@ -45,6 +47,7 @@ class OffloadVerbs:
         self.admission = admission
         self._now_ms = now_ms
         self._copy_times = copy_times
+        self._book = book
         self.by_type: dict[type[wire.Header], Verb] = {
             wire.PrepareLoad: self._prepare_load,
             wire.PrepareStore: self._prepare_store,
@@ -129,6 +132,7 @@ class OffloadVerbs:
 
     def _prepare_store(self, peer: bytes, request: wire.PrepareStore, frames: list[bytes]) -> Answer:
         session = self.own_session(peer, request.epoch)
+        self._note_tokens(session, frames)
         plan = self._store(session, LeaseId(request.lease), request.start, frames[0])
         header = wire.StorePrepared(id=request.id, transfer=plan.transfer, depth=plan.depth, generation=plan.generation)
         return Answer(header, (_packed(plan.pieces).tobytes(), plan.slots.tobytes()))
@@ -139,6 +143,7 @@ class OffloadVerbs:
             raise request_error(
                 ErrorCode.BAD_FRAMES, f"{len(keys)} bytes of keys for {blocks} blocks", "send 16 bytes for each block"
             )
+        self._note_tokens(session, frames)
         outcomes, pieces, slots, at = [], no_ranges(), no_ranges(), 0
         for offer in request.offers:
             end = at + offer.blocks * KEY_SIZE_BYTES
@@ -189,6 +194,11 @@ class OffloadVerbs:
     def _note_begun(self, session: SessionId, transfer: TransferId, kind: TransferKind, blocks: int) -> None:
         geometry = self.admission.geometry(self._core.sessions[session].namespace.spec.root)
         self._copy_times.begin(transfer, Executor.ENGINE, kind, blocks, geometry.block_bytes * geometry.parts, session)
+
+    def _note_tokens(self, session: SessionId, frames: list[bytes]) -> None:
+        """Note the tokens of blocks that are about to be stored, if an engine sends them."""
+        if self._book is not None and len(frames) > 1:
+            self._book.note(self._cache.announced_to(session), frames[0], frames[1])
 
     def own_session(self, connection: bytes, epoch: int) -> SessionId:
         """The session in offload mode that a connection owns.

@@ -138,6 +138,10 @@ class Client(Protocol):
         """What the shards need to join."""
 
     @property
+    def tells_tokens(self) -> bool:
+        """Whether the daemon wants to know the tokens of blocks."""
+
+    @property
     def is_alive(self) -> bool:
         """Whether the session still exists, as far as is known."""
 
@@ -158,6 +162,7 @@ class Client(Protocol):
         deadline_ms: int | None = None,
         prefill_tokens_per_s: float = 0.0,
         tenant: str = "",
+        token_ids: bytes | None = None,
     ) -> PendingFetch:
         """Bring blocks from storage into the host pool."""
 
@@ -228,6 +233,7 @@ def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy, behind: Hold | 
         deadline_ms=FETCH_MS_MAX,
         prefill_tokens_per_s=seek.prefill_tokens_per_s,
         tenant=seek.tenant,
+        token_ids=seek.token_ids if branches is None else None,
     )
 
 

@@ -60,6 +60,7 @@ class Seek:
         prefetch: how long the request waits for storage; None = as the settings say.
         tenant: whose quota of the host pool the blocks count against.
         branches: where the hit may end; None = anywhere.
+        token_ids: tokens of the blocks, packed, where the daemon wants to know them.
     """
 
     ticket: int
@@ -72,6 +73,7 @@ class Seek:
     prefetch: PrefetchMode | None = None
     tenant: str = ""
     branches: Branches | None = None
+    token_ids: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Offer:
         lease: the lease.
         start: depth of the first block.
         keys: keys of the blocks, 16 bytes each.
+        token_ids: as in `Seek`.
     """
 
     ticket: int
@@ -91,6 +94,7 @@ class Offer:
     lease: LeaseId
     start: int
     keys: bytes
+    token_ids: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +149,15 @@ Command = Seek | Offer | DropLoad | DropStore | Release | Pin | MakeUpClear
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A session was opened."""
+    """A session was opened.
+
+    Attributes:
+        note: what workers need to join it.
+        tells_tokens: whether the daemon wants to know the tokens of blocks.
+    """
 
     note: SessionNote
+    tells_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

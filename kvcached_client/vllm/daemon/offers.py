@@ -29,7 +29,9 @@ class OfferBatch:
         self.releases = [each for each in commands if isinstance(each, Release) and each.session == session]
         self._session = session
         self.offered = [
-            Offered(offer.lease, offer.start, offer.keys) for offer in self.offers if offer.session == session
+            Offered(offer.lease, offer.start, offer.keys, offer.token_ids)
+            for offer in self.offers
+            if offer.session == session
         ]
 
     def begin(self, client: Client) -> Pending[list[PreparedStore | RequestError]]:

@@ -148,7 +148,7 @@ class DaemonThread(CommandInbox):
         self._fetches.new_session()
         grant = client.session
         log.info("kvcached: opened session %d with the daemon in %s", grant.id, grant.run_dir)
-        self._events.append(Connected(SessionNote(self._number, grant.to_bytes())))
+        self._events.append(Connected(SessionNote(self._number, grant.to_bytes()), client.tells_tokens))
         with self._changed:
             self._is_open = not self._is_closing
 

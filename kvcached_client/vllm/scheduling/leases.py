@@ -14,6 +14,7 @@ from kvcached_client.vllm.orders import pack_keys
 from kvcached_client.vllm.scheduling.announcements import Announcements
 from kvcached_client.vllm.scheduling.chains import Chains, GroupKeys
 from kvcached_client.vllm.scheduling.request_state import RequestState
+from kvcached_client.vllm.scheduling.token_ids import ToldTokens
 from kvcached_client.vllm.scheduling.waiting import PrefillRate
 
 _NAME_DIGEST_BYTES: Final = 16
@@ -43,6 +44,7 @@ class Leases:
         self._clock = clock
         self._prefill = prefill
         self._announcements = announcements
+        self.told_tokens = ToldTokens(chains.block_size)
         self._tickets = itertools.count(1)
         self._last_ticket = 0
         #: Requests whose lease was asked for, by ticket, with the largest possible hit.
@@ -91,6 +93,7 @@ class Leases:
             tracked.wishes.prefetch,
             tracked.wishes.tenant,
             self._branches(tracked, ticket) if load else None,
+            self.told_tokens.of(tracked, 0, blocks),
         )
         if not self._link.submit(seek):
             return False

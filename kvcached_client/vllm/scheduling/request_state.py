@@ -47,6 +47,26 @@ class Request(Protocol):
         """How often the request lost its blocks."""
 
     @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Tokens of prompt and output so far; zeros where the prompt is given as embeddings."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What keeps the blocks of a tenant from others."""
+
+    @property
+    def lora_request(self) -> object | None:
+        """The adapter."""
+
+    @property
+    def mm_features(self) -> Sequence[object]:
+        """Images and other items of the prompt."""
+
+    @property
+    def prompt_embeds(self) -> object | None:
+        """The prompt, where it is given as embeddings."""
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """Chained hashes of its full blocks. vLLM appends hashes as tokens are computed."""
 

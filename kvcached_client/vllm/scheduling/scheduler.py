@@ -374,8 +374,9 @@ class SchedulerSide:
             self._patience.heard()
         for event in events:
             match event:
-                case Connected(note=note):
+                case Connected(note=note, tells_tokens=tells_tokens):
                     self.session = note
+                    self._leases.told_tokens.is_on = tells_tokens
                 case Lost(session=session):
                     self.session = None
                     self._store_queue.lose(session, self._by_id.values())

@@ -265,7 +265,8 @@ class StoreQueue:
         if len(recomputed) + len(blocks) > self._stores.room:
             recomputed = []
         keys = pack_keys(tracked.chain, start, start + len(blocks))
-        offer = Offer(self._leases.next_ticket(), tracked.session, tracked.lease, start, keys)
+        told = self._leases.told_tokens.of(tracked, start, start + len(blocks))
+        offer = Offer(self._leases.next_ticket(), tracked.session, tracked.lease, start, keys, told)
         if not (blocks or recomputed) or not self._link.submit(offer):
             self._put_off(tracked)
             return
