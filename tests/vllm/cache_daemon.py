@@ -63,7 +63,7 @@ class CacheDaemon:
     """A supervised daemon with a host pool of so many slabs, and storage if wanted. Started by `start`, not before.
 
     Each call of the storage takes `storage_delay_s` longer. `shared_url` is of a server that other daemons share.
-    `quota` is TOML of what namespaces are promised.
+    `tables` are further ones of its configuration.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class CacheDaemon:
         storage_layout: str = "engine",
         shared_url: str = "",
         device_memory_bytes: int = 0,
-        quota: str = "",
+        tables: str = "",
     ) -> None:
         self.run_dir = directory / "run"
         self._directory = directory
         self._config = CONFIG.format(
             size_bytes=slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, device_memory_bytes=device_memory_bytes
         )
-        self._config += quota
+        self._config += tables
         if has_storage:
             backend = "faulty" if storage_delay_s else "disk"
             self._config += STORAGE.format(backend=backend, layout=storage_layout, directory=directory / "disk")

@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvcached.cli.main import main
+from kvcached_client.vllm.keys import VllmHashing, block_keys
+from tests.events.router import Router
 from tests.project.daemon_process import clean_environment
 from tests.vllm.cache_daemon import CacheDaemon
 from tests.vllm.completions import BLOCK_SIZE
@@ -25,8 +27,8 @@ HASHING = "--prefix-caching-hash-algo=sha256_cbor"
 
 @pytest.fixture(scope="module")
 def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDaemon]:
-    """A daemon for one server."""
-    daemon = CacheDaemon(tmp_path_factory.mktemp("tools"))
+    """A daemon for one server, which tells routers tokens."""
+    daemon = CacheDaemon(tmp_path_factory.mktemp("tools"), tables="[events]\ntoken_ids = ['model*']\n")
     daemon.start()
     yield daemon
     daemon.stop()
@@ -60,6 +62,38 @@ def test_explain_finds_what_a_server_stored(server: VllmServer, own_daemon: Cach
     assert (told["label"], told["hit"], told["reason"]) == ("model float32 tp1", 4, "last_token")
     told = explain(own_daemon, second)
     assert (told["hit"], told["reason"], told["others"]) == (3, "never_stored", 1)
+
+
+def test_routers_learn_the_tokens_of_a_server(server: VllmServer, own_daemon: CacheDaemon, prompt: Prompts) -> None:
+    """Routers get the tokens of blocks that vLLM has stored, also from the next daemon, but none behind a salt."""
+    plain, salted = prompt(4, "told"), prompt(3, "untold")
+    server.complete(plain)
+    server.complete(salted, cache_salt="tenant")
+    server.forget()
+    told = {key: plain[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE] for at, key in enumerate(_keys(plain))}
+    untold = {key: list[int]() for key in _keys(salted, salt="tenant")}
+
+    assert known(own_daemon, {*told, *untold}) == told | untold
+    own_daemon.kill()
+    own_daemon.start()
+    assert known(own_daemon, {*told, *untold}) == told | untold
+
+
+def _keys(tokens: list[int], salt: str = "") -> list[bytes]:
+    packed = block_keys(tokens, VllmHashing(BLOCK_SIZE), salt=salt)
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
+def known(daemon: CacheDaemon, keys: set[bytes]) -> dict[bytes, list[int]]:
+    """The tokens that a router which starts now knows of these blocks, as far as it knows the blocks."""
+    router = Router.of(daemon.run_dir)
+    try:
+        while router.take(500) or router.last < 0:
+            pass
+        ((tier, held),) = router.solid().items()
+        return {key: router.tokens[tier, key] for key in keys & held}
+    finally:
+        router.close()
 
 
 def test_explain_finds_a_forgotten_salt(server: VllmServer, own_daemon: CacheDaemon, prompt: Prompts) -> None:

@@ -65,7 +65,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[
 @contextlib.contextmanager
 def daemon(servers: Servers, quota: str = "") -> Iterator[CacheDaemon]:
     """A daemon for both, empty, and with sessions of both."""
-    started = CacheDaemon(servers.directory, slabs=SLABS, quota=quota)
+    started = CacheDaemon(servers.directory, slabs=SLABS, tables=quota)
     started.start()
     try:
         started.until_sessions(2)
