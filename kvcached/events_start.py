@@ -57,7 +57,7 @@ async def start_events(
         return []
     stream = EventStream(
         cache.index_changes, cache.announced, topic=table.topic, epoch=cache.epoch, buffer_bytes=table.buffer_bytes,
-        now_s=time.time, book=book,
+        now_s=time.time, book=book, form=table.block_hashes,
     )  # fmt: skip
     server = EventServer(stream, Endpoints(*table.endpoints(config.run_dir)))
     parts.callback(server.close)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SHOWN_KEYS: Final = 4
 _SHOWN_NAMESPACE: Final = 16
+_KEY_END: Final = (1 << 64) - 1
 _RECEIVE_BYTES: Final = 1 << 16
 _MESSAGES_MAX: Final = 1 << 30
 _PARTS: Final = 3  #: of a message
@@ -157,7 +158,7 @@ def _as_text(number: int, batch: EventBatch, event: Event) -> str:
     where = f"{escaped(event.namespace[:_SHOWN_NAMESPACE])} generation {event.generation} {rank}"
     if isinstance(event, AllBlocksCleared):
         return f"{at} {number} {type(event).__name__} {where}"
-    keys = [key.hex() for key in hashes_of(event)]
+    keys = [_shown(key) for key in hashes_of(event)]
     more = ", ..." if len(keys) > _SHOWN_KEYS else ""
     shown = f"{', '.join(keys[:_SHOWN_KEYS])}{more}"
     return f"{at} {number} {type(event).__name__} {where} {escaped(str(event.medium))} {len(keys)} blocks: {shown}"
@@ -175,8 +176,17 @@ def _as_json(number: int, batch: EventBatch, event: Event) -> str:
         "generation": event.generation,
     }
     if not isinstance(event, AllBlocksCleared):
-        fields |= {"medium": event.medium, "block_hashes": [key.hex() for key in hashes_of(event)]}
+        fields |= {"medium": event.medium, "block_hashes": [_shown(key) for key in hashes_of(event)]}
     if isinstance(event, BlockStored):
         parent = event.parent_block_hash
-        fields |= {"parent_block_hash": None if parent is None else parent.hex(), "block_size": event.block_size}
+        fields |= {
+            "parent_block_hash": None if parent is None else _shown(parent),
+            "token_ids": event.token_ids,
+            "block_size": event.block_size,
+        }
     return json.dumps(fields, allow_nan=False)
+
+
+def _shown(key: bytes | int) -> str:
+    """A key as hex digits: those of a whole one, or the last 16 of them."""
+    return key.hex() if isinstance(key, bytes) else f"{key & _KEY_END:016x}"

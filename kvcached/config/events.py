@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -67,6 +67,11 @@ class EventsConfig(Table):
         default=16 << 20, description="Memory for messages that subscribers may ask for again."
     )
 
+    block_hashes: Literal["int", "bytes"] = Field(
+        default="int",
+        description="How keys are told: int, the last 8 bytes as an unsigned integer, as vLLM does unless it is told"
+        " otherwise, and as Dynamo needs them; bytes, all 16.",
+    )
     token_ids: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
         default=(),
         strict=False,

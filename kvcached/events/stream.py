@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange
 from kvcached.core.slots.announced import Announced
 from kvcached.events.token_book import TokenBook, TokensStored
-from kvcached.events.wire import Told, encode_batch, weight_of
+from kvcached.events.wire import HashForm, Told, encode_batch, weight_of
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Keys of one event at most, and of all events of a batch, if these are few: 300 KB, for which a slow subscriber may
@@ -58,6 +58,7 @@ class EventStream:
         buffer_bytes: of batches that can be asked for again.
         now_s: seconds since 1970.
         book: the tokens that routers may know; None for no tokens.
+        form: of keys.
 
     Attributes:
         last: the batch that was published last. The first one of a daemon is empty.
@@ -73,12 +74,14 @@ class EventStream:
         buffer_bytes: int,
         now_s: Callable[[], float],
         book: TokenBook | None = None,
+        form: HashForm = "bytes",
     ) -> None:
         self._changes = changes
         self._tiers = tiers
         self._topic = topic
         self._now_s = now_s
         self._book = book
+        self._form: HashForm = form
         self._buffer_bytes = buffer_bytes
         self._held_bytes = 0
         self._kept: deque[Batch] = deque()
@@ -168,7 +171,7 @@ class EventStream:
         return batch
 
     def _batch(self, number: int, topic: str, changes: Sequence[Told], rank: int | None) -> Batch:
-        return Batch(topic.encode(), number, encode_batch(self._now_s(), changes, rank))
+        return Batch(topic.encode(), number, encode_batch(self._now_s(), changes, rank, self._form))
 
 
 def _undoes(change: BlocksRemoved, before: IndexChange) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, cast
+from typing import Final, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -21,9 +21,12 @@ MEDIUM_DEVICE: Final = "GPU"
 MEDIUM_HOST: Final = "CPU"
 
 #: A key as MessagePack's bin 8. Keys that are one item each are copied seven times as fast as their bytes.
-_ROW: Final = np.dtype([("head", ">u2"), ("key", f"V{KEY_SIZE_BYTES}")])
-_HASH_HEAD: Final = 0xC400 + KEY_SIZE_BYTES
-_KEY_HEAD: Final = _HASH_HEAD.to_bytes(2, "big")
+_BYTES_ROW: Final = np.dtype([("head", ">u2"), ("key", f"V{KEY_SIZE_BYTES}")])
+_BYTES_HEAD: Final = 0xC400 + KEY_SIZE_BYTES
+#: The end of a key as MessagePack's uint 64.
+_INT_BYTES: Final = 8
+_INT_ROW: Final = np.dtype([("head", "u1"), ("key", f"V{_INT_BYTES}")])
+_INT_HEAD: Final = 0xCF
 _NIL: Final = b"\xc0"
 #: A token as MessagePack's uint 32, which decoders read as any other integer.
 _TOKEN_ROW: Final = np.dtype([("head", "u1"), ("token", ">u4")])
@@ -33,6 +36,9 @@ _ARRAY_HEAD: Final = b"\xdd"  #: its array 32
 #: Stands for keys while the rest of an event is packed: no text has this byte, and no number so many of it.
 _GAP: Final = b"\xc1" * 16
 
+#: How keys are told: whole, or their last 8 bytes as an unsigned integer, as vLLM does unless it is told otherwise.
+HashForm = Literal["bytes", "int"]
+
 #: What an event is made of.
 Told = BlocksStored | TokensStored | BlocksRemoved | AllRemoved
 
@@ -41,7 +47,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=
     """vLLM's event of the same name; `namespace` and `generation` are this daemon's own.
 
     Attributes:
-        block_hashes: keys, an array of bytes.
+        block_hashes: keys, an array of bytes or integers.
         parent_block_hash: key of the block before them.
         token_ids: tokens of all of the blocks; none where routers may not know them, or the daemon does not.
         block_size: tokens per block.
@@ -52,7 +58,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=
     """
 
     block_hashes: msgspec.Raw
-    parent_block_hash: bytes | None
+    parent_block_hash: bytes | int | None
     token_ids: tuple[int, ...]
     block_size: int
     lora_id: int | None
@@ -97,7 +103,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 decode_batch: Final = msgspec.msgpack.Decoder(EventBatch).decode
-_decode_hashes: Final = msgspec.msgpack.Decoder(list[bytes]).decode
+_decode_hashes: Final = msgspec.msgpack.Decoder(list[bytes | int]).decode
 
 
 class _Forms(NamedTuple):
@@ -119,9 +125,11 @@ def _forms_of(tier: Tier) -> _Forms:
     return _Forms((before, between, middle, behind), (head, tail), _encode(AllBlocksCleared(namespace, generation)))
 
 
-def encode_batch(ts: float, changes: Sequence[Told], rank: int | None) -> bytes:
+def encode_batch(ts: float, changes: Sequence[Told], rank: int | None, form: HashForm = "bytes") -> bytes:
     """Changes of the index, which belong to one rank, as routers read them: an `EventBatch`."""
-    rows = memoryview(packed_keys(b"".join([change.keys for change in changes if not isinstance(change, AllRemoved)])))
+    keys = b"".join([change.keys for change in changes if not isinstance(change, AllRemoved)])
+    pack, row_bytes = (_as_ints, _INT_ROW.itemsize) if form == "int" else (_as_bytes, _BYTES_ROW.itemsize)
+    rows = memoryview(pack(keys))
     pieces: list[bytes | memoryview] = [_ARRAY_HEAD, len(changes).to_bytes(4, "big")]
     at, tier, forms = 0, None, None
     for change in changes:
@@ -132,7 +140,7 @@ def encode_batch(ts: float, changes: Sequence[Told], rank: int | None) -> bytes:
             pieces.append(forms.cleared)
             continue
         count = len(change.keys) // KEY_SIZE_BYTES
-        end = at + count * _ROW.itemsize
+        end = at + count * row_bytes
         hashes = (_ARRAY_HEAD, count.to_bytes(4, "big"), rows[at:end])
         at = end
         if isinstance(change, BlocksRemoved):
@@ -140,7 +148,7 @@ def encode_batch(ts: float, changes: Sequence[Told], rank: int | None) -> bytes:
             pieces += (head, *hashes, tail)
         else:
             before, between, middle, behind = forms.stored
-            parent = _KEY_HEAD + change.parent if change.parent else _NIL
+            parent = pack(change.parent) if change.parent else _NIL
             tokens = _packed_tokens(change.tokens) if isinstance(change, TokensStored) else _NO_TOKENS
             pieces += (before, *hashes, between, parent, middle, tokens, behind)
     return _encode((ts, msgspec.Raw(b"".join(pieces)), rank))
@@ -151,11 +159,19 @@ def medium_of(tier: Tier) -> str:
     return MEDIUM_HOST if tier.rank is None else MEDIUM_DEVICE
 
 
-def packed_keys(keys: bytes) -> bytes:
+def _as_bytes(keys: bytes) -> bytes:
     """Keys as MessagePack's bytes, back to back: a list of them for msgspec would cost ten times as much."""
-    rows = np.empty(len(keys) // KEY_SIZE_BYTES, _ROW)
-    rows["head"] = _HASH_HEAD
-    rows["key"] = np.frombuffer(keys, _ROW["key"])
+    rows = np.empty(len(keys) // KEY_SIZE_BYTES, _BYTES_ROW)
+    rows["head"] = _BYTES_HEAD
+    rows["key"] = np.frombuffer(keys, _BYTES_ROW["key"])
+    return rows.tobytes()
+
+
+def _as_ints(keys: bytes) -> bytes:
+    """The ends of keys as MessagePack's integers, back to back."""
+    rows = np.empty(len(keys) // KEY_SIZE_BYTES, _INT_ROW)
+    rows["head"] = _INT_HEAD
+    rows["key"] = np.frombuffer(keys, _INT_ROW["key"])[KEY_SIZE_BYTES // _INT_BYTES - 1 :: KEY_SIZE_BYTES // _INT_BYTES]
     return rows.tobytes()
 
 
@@ -163,7 +179,7 @@ def weight_of(change: Told) -> int:
     """What one of its blocks takes in a message, in keys."""
     if not isinstance(change, TokensStored):
         return 1
-    return 1 - -change.tier.block_size * _TOKEN_ROW.itemsize // _ROW.itemsize
+    return 1 - -change.tier.block_size * _TOKEN_ROW.itemsize // _BYTES_ROW.itemsize
 
 
 def _packed_tokens(tokens: bytes) -> bytes:
@@ -174,6 +190,6 @@ def _packed_tokens(tokens: bytes) -> bytes:
     return _ARRAY_HEAD + len(rows).to_bytes(4, "big") + rows.tobytes()
 
 
-def hashes_of(event: BlockStored | BlockRemoved) -> list[bytes]:
+def hashes_of(event: BlockStored | BlockRemoved) -> list[bytes | int]:
     """The keys of an event, one by one."""
     return _decode_hashes(event.block_hashes)

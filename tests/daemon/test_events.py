@@ -25,7 +25,8 @@ from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
 SLOTS = 64
-HOST = "[events]\nbuffer_bytes = 65536\ntoken_ids = ['*']\n[host]\nsize_bytes = 4194304\nslab_bytes = 262144\n"
+EVENTS = "[events]\nbuffer_bytes = 65536\nblock_hashes = 'bytes'\ntoken_ids = ['*']\n"
+HOST = f"{EVENTS}[host]\nsize_bytes = 4194304\nslab_bytes = 262144\n"
 EVENTS_CONFIG = HOST + CONFIG.replace("slots = 16", f"slots = {SLOTS}").replace(
     "heartbeat_interval_ms = 100\nsession_ttl_ms = 600\n", ""
 )

@@ -148,7 +148,7 @@ def test_reset_after_a_message_is_told_as_the_end(listen: Listen) -> None:
         pytest.param([b"", NUMBER, b"hello"], id="no batch"),
         pytest.param([b"", NUMBER, b""], id="empty"),
         pytest.param([b"", NUMBER, batch(type="Other")], id="other event"),
-        pytest.param([b"", NUMBER, batch(type="BlockRemoved", medium="GPU", block_hashes=[1])], id="other hashes"),
+        pytest.param([b"", NUMBER, batch(type="BlockRemoved", medium="GPU", block_hashes=["a"])], id="other hashes"),
         pytest.param([b"", NUMBER, batch().replace(b"\xa2ab", b"\xa2a\xff")], id="no text"),
         pytest.param([b"", NUMBER, batch(float("nan"))], id="no time"),
         pytest.param([b"", NUMBER, batch(float("inf"))], id="endless time"),

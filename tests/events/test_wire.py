@@ -130,6 +130,21 @@ def test_own_definitions_read_the_events_back() -> None:
     assert wire.hashes_of(stored) == KEYS[1:]
 
 
+@pytest.mark.parametrize("key", [bytes(16), b"\xff" * 16, bytes(range(16)), bytes(15) + b"\1"])
+def test_integers_are_those_of_vllm(key: bytes) -> None:
+    """Keys as integers are the ends of the keys, as vLLM and llm-d shorten them; a decoder of 64 bits reads them."""
+    parent = key[::-1]
+    changes: list[wire.Told] = [BlocksStored(HOST, parent, key + KEYS[1]), BlocksRemoved(HOST, key)]
+    stored, removed = wire.decode_batch(wire.encode_batch(1.5, changes, None, "int")).events
+
+    assert isinstance(stored, wire.BlockStored)
+    assert isinstance(removed, wire.BlockRemoved)
+    ends = [int.from_bytes(each, "big") & (1 << 64) - 1 for each in (key, KEYS[1], parent)]
+    assert [*wire.hashes_of(stored), stored.parent_block_hash] == ends
+    assert wire.hashes_of(removed) == ends[:1]
+    assert stored.token_ids == ()
+
+
 def test_numbers_that_look_like_the_gap_are_no_gap() -> None:
     """Block sizes and generations with the bytes by which an event is cut are packed as they are."""
     tier = HOST._replace(block_size=0xC1C1C1C1, generation=0xC1C1C1C1C1C1C1C1)

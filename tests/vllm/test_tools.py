@@ -28,7 +28,9 @@ HASHING = "--prefix-caching-hash-algo=sha256_cbor"
 @pytest.fixture(scope="module")
 def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDaemon]:
     """A daemon for one server, which tells routers tokens."""
-    daemon = CacheDaemon(tmp_path_factory.mktemp("tools"), tables="[events]\ntoken_ids = ['model*']\n")
+    daemon = CacheDaemon(
+        tmp_path_factory.mktemp("tools"), tables="[events]\nblock_hashes = 'bytes'\ntoken_ids = ['model*']\n"
+    )
     daemon.start()
     yield daemon
     daemon.stop()
