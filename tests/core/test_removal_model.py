@@ -207,6 +207,7 @@ def behind_in(tree: PrefixTree, keys: bytes, start: int) -> set[bytes]:
     return found
 
 
+@pytest.mark.full
 def test_what_is_removed_is_what_nobody_uses() -> None:
     """Whoever uses which blocks of a prompt: exactly these stay, in every pool, and every other block of it goes."""
     seen = play(RemovalHistory, range(6), STEPS)

@@ -198,6 +198,7 @@ def test_storage_never_brings_another_block_over_long_histories() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_storage_never_brings_another_block_in_any_short_history(data: st.DataObject) -> None:

@@ -162,6 +162,7 @@ def full_peers(publisher: Publisher) -> list[peers.Peer]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("role", [SUBSCRIBER, DEALER], ids=["events", "replays"])
 def test_peer_that_reads_no_answers_is_not_read(publisher: Publisher, router: Router, role: Role) -> None:
     """Answers to its pings take a bounded memory, and the flood keeps neither batches nor others from their turn."""
@@ -233,6 +234,7 @@ def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert time.monotonic() < end_s
 
 
+@pytest.mark.full
 def test_log_of_a_flood_is_bounded(publisher: Publisher, router: Router, caplog: pytest.LogCaptureFixture) -> None:
     """Peers that connect anew each time they are cut off write a line of each kind, and others are served."""
     subscriptions = GREETING + SUBSCRIBER.ready + subscribe(b"") * (peers.SUBSCRIPTIONS_MAX + 1)

@@ -257,6 +257,7 @@ def test_end_waits_for_a_reader_that_reads(monkeypatch: pytest.MonkeyPatch) -> N
         assert read[0].endswith(b"-last\n")
 
 
+@pytest.mark.full
 def test_process_ends_without_a_reader() -> None:
     """A process whose log nobody reads ends in order, a moment later."""
     program = "from kvcached.log import set_up_logging, logging; set_up_logging('info', 'plain')"

@@ -273,6 +273,7 @@ def wait_for_end(stuck: socket.socket) -> None:
     assert received < 8 << 20
 
 
+@pytest.mark.full
 def test_hundreds_of_connections_lose_their_own_places(path: str) -> None:
     """Connections that say nothing are dropped, the oldest first, for one that asks."""
 

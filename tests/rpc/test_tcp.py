@@ -213,6 +213,7 @@ def test_recorded_connection_is_not_served_again(port: Port) -> None:
     assert port.handler.served == [8]
 
 
+@pytest.mark.full
 def test_repeated_and_changed_boxes_end_the_connection(port: Port) -> None:
     """A box that comes twice, or is not as it was made, is no request; others are served meanwhile."""
     generator = random.Random(3)
@@ -243,6 +244,7 @@ def test_silent_peers_lose_their_connections(serve: Callable[[], Port], monkeypa
             pass
 
 
+@pytest.mark.full
 def test_silent_peers_have_few_places(serve: Callable[[], Port], monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred connections that say nothing have no more places than there are for such, and a key gets in."""
     monkeypatch.setattr(connections, "HALF_OPEN_MAX", 4)
