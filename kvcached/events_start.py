@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
+from functools import lru_cache
 
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
@@ -26,13 +27,13 @@ def open_book(config: Config, cache: Cache, kept: Mapping[int, TokenTable], part
         kept: tables of the earlier daemon, by the size of their blocks. They are closed where nobody needs them.
         parts: closes the book.
     """
-    labels = () if config.events is None else config.events.token_ids
-    if not labels:
-        for size, table in kept.items():
+    table = config.events
+    if table is None or not any(rule.token_ids for rule in table.namespace):
+        for size, each in kept.items():
             remove(f"{TABLE_PREFIX}{size}")
-            table.close()
+            each.close()
         return None
-    book = TokenBook(labels, _new_table, kept)
+    book = TokenBook(table.may_tell_tokens, _new_table, kept)
     parts.callback(book.close)
     book.take_over(cache.announced())
     return book
@@ -57,7 +58,7 @@ async def start_events(
         return []
     stream = EventStream(
         cache.index_changes, cache.announced, topic=table.topic, epoch=cache.epoch, buffer_bytes=table.buffer_bytes,
-        now_s=time.time, book=book, form=table.block_hashes,
+        now_s=time.time, book=book, form=table.block_hashes, topics=lru_cache(table.topics),
     )  # fmt: skip
     server = EventServer(stream, Endpoints(*table.endpoints(config.run_dir)))
     parts.callback(server.close)

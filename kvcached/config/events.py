@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
@@ -44,6 +45,29 @@ def _endpoint(value: str) -> str:
     return value
 
 
+class EventsNamespace(Table):
+    """``[[events.namespace]]``: what is told of some namespaces, and as what."""
+
+    label: str = Field(
+        min_length=1,
+        max_length=256,
+        description="The namespaces: the label that engines in offload mode give them (the model), or the name of the"
+        " first replica in one. A shell pattern, as in `llama-*`; the first match counts.",
+    )
+    token_ids: bool = Field(
+        default=False,
+        description="Whether routers are told the tokens of blocks, too. llm-d and Dynamo need them; whoever reads the"
+        " events then reads prompts.",
+    )
+    topics: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        default=(),
+        strict=False,
+        max_length=16,
+        description="Whole topics of its messages, in place of `topic` and the label. Each message is published once"
+        " for each of them.",
+    )
+
+
 class EventsConfig(Table):
     """``[events]``: KV cache events for routers. Without the table none are published."""
 
@@ -66,19 +90,27 @@ class EventsConfig(Table):
     buffer_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 32), SIZE] = Field(
         default=16 << 20, description="Memory for messages that subscribers may ask for again."
     )
-
     block_hashes: Literal["int", "bytes"] = Field(
         default="int",
         description="How keys are told: int, the last 8 bytes as an unsigned integer, as vLLM does unless it is told"
         " otherwise, and as Dynamo needs them; bytes, all 16.",
     )
-    token_ids: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
-        default=(),
-        strict=False,
-        max_length=64,
-        description="Namespaces of which routers are told the tokens of blocks, too, so that they learn prompts: the"
-        " label in the topic. Shell patterns, as in `llama-*`. llm-d and Dynamo need tokens.",
+    namespace: tuple[EventsNamespace, ...] = Field(
+        default=(), strict=False, max_length=64, description="What is told of some namespaces."
     )
+
+    def may_tell_tokens(self, label: str) -> bool:
+        """Whether routers may know the tokens of a namespace with this label."""
+        rule = self._rule(label)
+        return rule is not None and rule.token_ids
+
+    def topics(self, label: str) -> tuple[str, ...]:
+        """The topics of messages about a namespace with this label."""
+        rule = self._rule(label)
+        return (self.topic + label,) if rule is None or not rule.topics else rule.topics
+
+    def _rule(self, label: str) -> EventsNamespace | None:
+        return next((rule for rule in self.namespace if fnmatchcase(label, rule.label)), None)
 
     def endpoints(self, run_dir: Path) -> tuple[str, str]:
         """Where events are published, and where subscribers ask; without an endpoint, in a daemon's run directory."""

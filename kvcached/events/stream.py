@@ -53,12 +53,14 @@ class EventStream:
     Args:
         changes: of the core; taken from there.
         tiers: what routers know of, at present.
-        topic: what every topic begins with; the namespace's label follows.
+        topic: of the first batch, and what every other one begins with; the namespace's label follows.
         epoch: of this daemon.
         buffer_bytes: of batches that can be asked for again.
         now_s: seconds since 1970.
         book: the tokens that routers may know; None for no tokens.
         form: of keys.
+        topics: the topics of batches about a namespace with this label, in place of `topic` and the label. A batch is
+            published once for each of them.
 
     Attributes:
         last: the batch that was published last. The first one of a daemon is empty.
@@ -75,10 +77,11 @@ class EventStream:
         now_s: Callable[[], float],
         book: TokenBook | None = None,
         form: HashForm = "bytes",
+        topics: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self._changes = changes
         self._tiers = tiers
-        self._topic = topic
+        self._topics = topics or (lambda label: (topic + label,))
         self._now_s = now_s
         self._book = book
         self._form: HashForm = form
@@ -87,7 +90,7 @@ class EventStream:
         self._kept: deque[Batch] = deque()
         self._next = epoch * _NUMBERS_PER_MS
         self._is_ahead = False  #: a snapshot may have shown blocks whose changes are not published yet
-        self.last = self._publish(topic, [], None)
+        self.last = self._publish(topic, self._payload([], None))
 
     def flush(self) -> list[Batch]:
         """What has changed since the last time, the oldest changes first: a batch for each tier, or several.
@@ -112,10 +115,11 @@ class EventStream:
                 part.append(change)
         self._is_ahead = self._is_ahead and self.has_more
         batches = [
-            self._publish(self._topic + part[0].tier.label, part, part[0].tier.rank)
+            self._publish(topic, payload)
             for each in by_tier.values()
             if each
             for part in self._parts(_merged(each))
+            for topic, payload in self._messages(part)
         ]
         if self._book is not None:
             self._book.erase_left()
@@ -147,8 +151,8 @@ class EventStream:
                 stored, slot = announced.section(slot, SLOTS_PER_PIECE, EVENTS_PER_PIECE)
                 if stored:
                     self._is_ahead = self._is_ahead or self.has_more
-                    for part in self._parts(stored):
-                        yield self._batch(number, self._topic + part[0].tier.label, part, part[0].tier.rank)
+                    for topic, payload in (each for part in self._parts(stored) for each in self._messages(part)):
+                        yield Batch(topic.encode(), number, payload)
                 slot = announced.next_known(slot)
 
     def _parts(self, changes: Iterable[IndexChange]) -> Iterator[list[Told]]:
@@ -160,8 +164,15 @@ class EventStream:
             return (change,)
         return self._book.told(change)
 
-    def _publish(self, topic: str, changes: Sequence[Told], rank: int | None) -> Batch:
-        batch = self._batch(self._next, topic, changes, rank)
+    def _messages(self, part: Sequence[Told]) -> Iterator[tuple[str, bytes]]:
+        """The topics of a part of one tier, and what each of them is told."""
+        tier = part[0].tier
+        payload = self._payload(part, tier.rank)
+        for topic in self._topics(tier.label):
+            yield topic, payload
+
+    def _publish(self, topic: str, payload: bytes) -> Batch:
+        batch = Batch(topic.encode(), self._next, payload)
         self._next += 1
         self._kept.append(batch)
         self._held_bytes += len(batch.payload) + _BATCH_OVERHEAD_BYTES
@@ -170,8 +181,8 @@ class EventStream:
         self.last = batch
         return batch
 
-    def _batch(self, number: int, topic: str, changes: Sequence[Told], rank: int | None) -> Batch:
-        return Batch(topic.encode(), number, encode_batch(self._now_s(), changes, rank, self._form))
+    def _payload(self, changes: Sequence[Told], rank: int | None) -> bytes:
+        return encode_batch(self._now_s(), changes, rank, self._form)
 
 
 def _undoes(change: BlocksRemoved, before: IndexChange) -> bool:

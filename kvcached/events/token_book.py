@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from kvcached.core.messages import AllRemoved, BlocksStored, IndexChange, Tier
@@ -51,7 +50,7 @@ class TokenBook:
     """The tokens of blocks.
 
     Args:
-        labels: shell patterns; namespaces with other labels are not told of.
+        may_tell: whether routers may know the tokens of a namespace with this label.
         new_table: makes the memory for blocks of one size, which outlives the daemon.
         kept: tables of an earlier daemon, which are the book's from now on.
 
@@ -61,11 +60,11 @@ class TokenBook:
 
     def __init__(
         self,
-        labels: Sequence[str],
+        may_tell: Callable[[str], bool],
         new_table: Callable[[int], TokenTable],
         kept: Mapping[int, TokenTable] | None = None,
     ) -> None:
-        self._labels = tuple(labels)
+        self._may_tell = may_tell
         self._new_table = new_table
         self.tables: dict[int, TokenTable] = dict(kept or {})
         self._namespaces: dict[bytes, _Namespace] = {}
@@ -84,11 +83,11 @@ class TokenBook:
 
     def stop(self) -> None:
         """Nobody is told of anything: take no more tokens."""
-        self._labels = ()
+        self._may_tell = lambda _: False
 
     def wants(self, announced: Announced | None) -> bool:
         """Whether the tokens of a tier's blocks may be told. Not where routers are told of no blocks: None."""
-        return announced is not None and any(fnmatchcase(announced.tier.label, each) for each in self._labels)
+        return announced is not None and self._may_tell(announced.tier.label)
 
     def take_over(self, tiers: Iterable[Announced]) -> None:
         """Keep what the blocks in these tiers need of the tables of an earlier daemon; erase the rest."""

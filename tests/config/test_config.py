@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvcached.build import host_quota as daemon_quota
 from kvcached.config.access import AccessConfig, EngineAccess
-from kvcached.config.events import EventsConfig
+from kvcached.config.events import EventsConfig, EventsNamespace
 from kvcached.config.problems import ConfigError, Problem, expectation, key_lines
 from kvcached.config.quota import NamespaceQuota, QuotaConfig, TenantQuota
 from kvcached.config.replica import GroupConfig, ReplicaConfig
@@ -538,6 +538,7 @@ def test_config_documentation_has_every_key() -> None:
         TcpConfig,
         TcpClient,
         EventsConfig,
+        EventsNamespace,
         ReplicaConfig,
         GroupConfig,
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvcached.config.events import EventsConfig
+from kvcached.config.events import EventsConfig, EventsNamespace
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached.recovery.state_file import LEDGER_NAME, STOPPED_NAME
@@ -109,3 +109,17 @@ def test_no_socket_takes_the_place_of_a_file_of_the_daemon(name: str, tmp_path: 
 def test_places_that_differ_are_taken(events: dict[str, str], http: str, tcp: str, tmp_path: Path) -> None:
     """One port at different addresses, and different ports, are different places."""
     assert load(tmp_path, events, http, tcp).events is not None
+
+
+def test_first_table_whose_label_matches_counts() -> None:
+    """Topics and tokens of a namespace are those of the first table with its label; others have the common topic."""
+    tables = (
+        EventsNamespace(label="llama-*", topics=("kv@a@llama", "kv@b@llama"), token_ids=True),
+        EventsNamespace(label="llama-3", topics=("never",)),
+        EventsNamespace(label="qwen", token_ids=True),
+    )
+    events = EventsConfig(topic="kv@node@", namespace=tables)
+
+    assert events.topics("llama-3") == ("kv@a@llama", "kv@b@llama")
+    assert [events.topics(label) for label in ("qwen", "other")] == [("kv@node@qwen",), ("kv@node@other",)]
+    assert [events.may_tell_tokens(label) for label in ("llama-3", "qwen", "other")] == [True, True, False]

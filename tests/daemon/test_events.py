@@ -25,7 +25,7 @@ from tests.project.daemon_process import clean_environment
 from tests.project.source_tree import ROOT
 
 SLOTS = 64
-EVENTS = "[events]\nbuffer_bytes = 65536\nblock_hashes = 'bytes'\ntoken_ids = ['*']\n"
+EVENTS = "[events]\nbuffer_bytes = 65536\nblock_hashes = 'bytes'\n[[events.namespace]]\nlabel = '*'\ntoken_ids = true\n"
 HOST = f"{EVENTS}[host]\nsize_bytes = 4194304\nslab_bytes = 262144\n"
 EVENTS_CONFIG = HOST + CONFIG.replace("slots = 16", f"slots = {SLOTS}").replace(
     "heartbeat_interval_ms = 100\nsession_ttl_ms = 600\n", ""

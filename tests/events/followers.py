@@ -116,7 +116,7 @@ class Followers:
     def __init__(self, choose: Choose, cache: Cache) -> None:
         self._choose = choose
         self._cache = cache
-        self.book = TokenBook(["*"], TokenTable.create)
+        self.book = TokenBook(lambda _: True, TokenTable.create)
         self.stream = EventStream(
             cache.index_changes, cache.announced, topic="", epoch=7, buffer_bytes=BUFFER_BYTES, now_s=lambda: 0.0,
             book=self.book,

@@ -177,3 +177,25 @@ def test_replay_goes_on_where_batches_are_dropped_meanwhile() -> None:
 
     assert numbers[0] > first + 1
     assert numbers[-1] == events.last.number
+
+
+def test_batches_about_a_namespace_have_its_topics() -> None:
+    """Each batch is published once for each topic of its namespace, with a number of its own, and so are snapshots."""
+    changes: list[IndexChange] = [
+        BlocksStored(TIER, b"", keys(1)),
+        BlocksStored(HOST._replace(label="b"), b"", keys(1)),
+    ]
+    announced = Announced([], TIER, 8)
+    announced.inherit(b"", keys(2), one_range(0, 2))
+    topics = {"model": ("kv@pod-1@llama", "kv@pod-2@llama"), "b": ("kv@n@b",)}
+    events = EventStream(
+        changes, lambda: [announced], topic="kv@n@", epoch=1, buffer_bytes=1 << 16, now_s=lambda: 1.0,
+        topics=topics.__getitem__,
+    )  # fmt: skip
+
+    batches = events.flush()
+
+    assert [batch.topic for batch in batches] == [b"kv@pod-1@llama", b"kv@pod-2@llama", b"kv@n@b"]
+    assert [batch.number - batches[0].number for batch in batches] == [0, 1, 2]
+    assert batches[0].payload == batches[1].payload != batches[2].payload
+    assert [piece.topic for piece in events.snapshot()] == [b"", b"kv@pod-1@llama", b"kv@pod-2@llama"]

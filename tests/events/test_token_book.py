@@ -36,7 +36,7 @@ def announced(tier: Tier) -> Announced:
 
 @pytest.fixture
 def book() -> Iterator[TokenBook]:
-    with closing(TokenBook(["lla*"], TokenTable.create)) as made:
+    with closing(TokenBook(lambda label: label == "llama", TokenTable.create)) as made:
         yield made
         made.check()
 
@@ -143,13 +143,13 @@ def test_full_table_leaves_blocks_without_tokens(book: TokenBook, monkeypatch: p
 
 def test_next_daemon_keeps_what_its_blocks_need() -> None:
     """Of an earlier daemon's rows those stay whose blocks are in a tier; the others are erased."""
-    first = TokenBook(["*"], TokenTable.create)
+    first = TokenBook(lambda _: True, TokenTable.create)
     first.note(announced(DEVICE), keys(1, 2, 3), tokens(1, 2, 3))
     device, host = announced(DEVICE), announced(HOST)
     device.inherit(b"", keys(1), array("i", [3, 1]))
     host.inherit(keys(1), keys(2), array("i", [0, 1]))
 
-    with closing(TokenBook(["*"], TokenTable.create, first.tables)) as second:
+    with closing(TokenBook(lambda _: True, TokenTable.create, first.tables)) as second:
         second.take_over([device, host])
         second.check()
 
@@ -161,12 +161,12 @@ def test_next_daemon_keeps_what_its_blocks_need() -> None:
 
 def test_next_daemon_erases_what_routers_may_know_no_more() -> None:
     """Where the configuration no longer names the namespace, nothing of an earlier daemon's tokens is left."""
-    first = TokenBook(["*"], TokenTable.create)
+    first = TokenBook(lambda _: True, TokenTable.create)
     first.note(announced(DEVICE), keys(1), tokens(1))
     device = announced(DEVICE)
     device.inherit(b"", keys(1), array("i", [0, 1]))
 
-    with closing(TokenBook(["other"], TokenTable.create, first.tables)) as second:
+    with closing(TokenBook(lambda label: label == "other", TokenTable.create, first.tables)) as second:
         second.take_over([device])
 
         assert list(second.tables[SIZE].take_over()) == []

@@ -29,7 +29,8 @@ HASHING = "--prefix-caching-hash-algo=sha256_cbor"
 def own_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheDaemon]:
     """A daemon for one server, which tells routers tokens."""
     daemon = CacheDaemon(
-        tmp_path_factory.mktemp("tools"), tables="[events]\nblock_hashes = 'bytes'\ntoken_ids = ['model*']\n"
+        tmp_path_factory.mktemp("tools"),
+        tables="[events]\nblock_hashes = 'bytes'\n[[events.namespace]]\nlabel = 'model*'\ntoken_ids = true\n",
     )
     daemon.start()
     yield daemon
