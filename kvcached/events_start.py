@@ -30,19 +30,26 @@ def open_book(config: Config, cache: Cache, kept: Mapping[int, TokenTable], part
     table = config.events
     if table is None or not any(rule.token_ids for rule in table.namespace):
         for size, each in kept.items():
-            remove(f"{TABLE_PREFIX}{size}")
-            each.close()
+            _give_up(size, each)
         return None
-    book = TokenBook(table.may_tell_tokens, _new_table, kept)
+    book = TokenBook(lru_cache(table.may_tell_tokens), _new_table, _give_up, kept)
     parts.callback(book.close)
     book.take_over(cache.announced())
     return book
 
 
 def _new_table(block_size: int) -> TokenTable:
-    table = TokenTable.create(block_size)
-    store(f"{TABLE_PREFIX}{block_size}", table.descriptor)
+    """A table that the service manager keeps in place of any other for blocks of this size."""
+    table, name = TokenTable.create(block_size), f"{TABLE_PREFIX}{block_size}"
+    remove(name)
+    store(name, table.descriptor)
     return table
+
+
+def _give_up(block_size: int, table: TokenTable) -> None:
+    """Nobody needs a table any more, in this daemon and the next."""
+    remove(f"{TABLE_PREFIX}{block_size}")
+    table.close()
 
 
 async def start_events(

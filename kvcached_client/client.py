@@ -30,7 +30,7 @@ from kvcached_client.protocol.engine import (
 )
 from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX, TELLS_TOKENS
 from kvcached_client.protocol.grants import check_fence
-from kvcached_client.protocol.welcome import check_welcome
+from kvcached_client.protocol.welcome import check_welcome, tells_tokens
 from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
@@ -212,7 +212,7 @@ class ClientSteps(EngineSession):
             beats.close()
         old.close()
         channel.misses, channel.named_fence, channel.posted = old.misses, old.named_fence, old.posted
-        channel.tells_tokens = old.tells_tokens
+        channel.tells_tokens = tells_tokens(welcome)
         self._channel = channel
         self.session = SessionGrant(id=welcome.session, token=welcome.token, run_dir=self.session.run_dir)
         self.epoch, self._daemon_epoch = welcome.epoch, welcome.daemon_epoch

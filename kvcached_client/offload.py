@@ -49,6 +49,7 @@ from kvcached_client.protocol.grants import (
     PreparedLoad,
     PreparedStore,
     check_keys,
+    check_token_ids,
     hold_of,
     offered_frames,
     slots_of,
@@ -292,6 +293,7 @@ class OffloadClient(EngineSession):
                 tokens they may not know. Passed over unless `tells_tokens`.
         """
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
+        check_token_ids(keys, token_ids, self._block_size)
         frames = with_tokens(check_keys(keys), token_ids, are_wanted=self.tells_tokens)
         self._preparations.send(request, frames)
         return PendingReply(partial(self._store_prepared, request, frames))

@@ -163,11 +163,11 @@ class Cache:
         return [each for tree in self.trees for each in announcements.tiers(tree)]
 
     def announced_to(self, session: SessionId) -> Announced | None:
-        """What routers know of the pool into which a session stores; None where nobody tells them."""
+        """What routers know of the pool into which a session stores; None where nobody tells them, or it only loads."""
         managed, offload = self.managed.sessions.get(session), self.offload.sessions.get(session)
         if managed is not None:
             return managed.pool.announced
-        host = None if offload is None else offload.namespace.tree.host
+        host = None if offload is None or offload.read_only else offload.namespace.tree.host
         return None if host is None else host.announced
 
     def tree_of(self, replica: str) -> PrefixTree:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange
 from kvcached.core.slots.announced import Announced
 from kvcached.events.token_book import TokenBook, TokensStored
-from kvcached.events.wire import HashForm, Told, encode_batch, weight_of
+from kvcached.events.wire import HashForm, Told, encode_batch, told_weight, weight_of
 from kvcached_client.types import KEY_SIZE_BYTES
 
 #: Keys of one event at most, and of all events of a batch, if these are few: 300 KB, for which a slow subscriber may
@@ -29,6 +29,8 @@ KEYS_PER_EVENT_MAX: Final = 16_384
 EVENT_KEYS: Final = 12
 #: Changes that one flush takes. Where each is of one block, that takes some 4 ms, and the next turn goes on.
 CHANGES_PER_FLUSH_MAX: Final = 2048
+#: Blocks whose tokens one flush looks up.
+BLOCKS_PER_FLUSH_MAX: Final = 8192
 #: Slots of a pool that one piece of a snapshot looks at: some 100 us.
 SLOTS_PER_PIECE: Final = 2048
 #: Events of a piece at most: 0.5 ms and 60 KB. A pool with more has stretches of less than eight blocks.
@@ -81,6 +83,7 @@ class EventStream:
     ) -> None:
         self._changes = changes
         self._tiers = tiers
+        self._topic = topic
         self._topics = topics or (lambda label: (topic + label,))
         self._now_s = now_s
         self._book = book
@@ -97,10 +100,9 @@ class EventStream:
 
         Where `has_more` is true afterwards, there is more than one turn of the event loop should make.
         """
-        if not self._changes:
+        if not self.has_more:
             return []
-        changes = self._changes[:CHANGES_PER_FLUSH_MAX]
-        del self._changes[:CHANGES_PER_FLUSH_MAX]
+        changes = self._taken()
         if self._book is not None:
             self._book.apply(changes)
         by_tier: dict[tuple[bytes, int | None], list[IndexChange]] = {}
@@ -113,7 +115,7 @@ class EventStream:
                 part.pop()
             else:
                 part.append(change)
-        self._is_ahead = self._is_ahead and self.has_more
+        self._is_ahead = self._is_ahead and bool(self._changes)
         batches = [
             self._publish(topic, payload)
             for each in by_tier.values()
@@ -122,16 +124,17 @@ class EventStream:
             for topic, payload in self._messages(part)
         ]
         if self._book is not None:
-            self._book.erase_left()
-        return batches
+            self._book.erase(self._tiers)
+        return batches + self._forget()
 
     @property
     def has_more(self) -> bool:
-        """Whether something has changed that is not published yet."""
-        return bool(self._changes)
+        """Whether something has changed that is not published yet, or tokens are left to be erased."""
+        return bool(self._changes) or (self._book is not None and (self._book.has_left or self._book.forgets))
 
     def replay(self, start: int) -> Iterator[Batch]:
         """The batches from a number on that are kept; each is looked up when it is taken."""
+        self._forget()
         number = max(start, self._kept[0].number)
         while number < self._next:
             number = max(number, self._kept[0].number)  # it may have been dropped meanwhile
@@ -146,18 +149,56 @@ class EventStream:
         number = self._next - 1
         yield Batch(b"", number, b"")
         for announced in self._tiers():
+            slots = SLOTS_PER_PIECE
+            if self._book is not None and self._book.wants(announced):
+                slots = max(slots // told_weight(announced.tier.block_size), 1)
             slot = announced.next_known(0)
             while slot >= 0:
-                stored, slot = announced.section(slot, SLOTS_PER_PIECE, EVENTS_PER_PIECE)
-                if stored:
-                    self._is_ahead = self._is_ahead or self.has_more
-                    for topic, payload in (each for part in self._parts(stored) for each in self._messages(part)):
-                        yield Batch(topic.encode(), number, payload)
+                stored, slot = announced.section(slot, slots, EVENTS_PER_PIECE)
+                self._is_ahead = self._is_ahead or bool(stored and self._changes)
+                for part in self._parts(stored):
+                    for first in range(0, len(part), EVENTS_PER_PIECE):
+                        for topic, payload in self._messages(part[first : first + EVENTS_PER_PIECE]):
+                            yield Batch(topic.encode(), number, payload)
                 slot = announced.next_known(slot)
+
+    def _taken(self) -> list[IndexChange]:
+        """The changes of one flush, removed from those of the core. A large one is cut where tokens are looked up."""
+        if self._book is None:
+            whole = self._changes[:CHANGES_PER_FLUSH_MAX]
+            del self._changes[:CHANGES_PER_FLUSH_MAX]
+            return whole
+        taken: list[IndexChange] = []
+        room, rest = BLOCKS_PER_FLUSH_MAX, []
+        for change in self._changes[:CHANGES_PER_FLUSH_MAX]:
+            blocks = 0 if isinstance(change, AllRemoved) else len(change.keys) // KEY_SIZE_BYTES
+            if blocks > room and not isinstance(change, AllRemoved):
+                taken.append(_section(change, 0, room))
+                rest = [_section(change, room, blocks)]
+                break
+            taken.append(change)
+            room -= blocks
+            if not room:
+                break
+        self._changes[: len(taken)] = rest
+        return taken
+
+    def _forget(self) -> list[Batch]:
+        """After a removal on request nobody may ask for batches from before it, which may have its tokens.
+
+        Whoever has missed some sees a gap in front of the batch that this publishes.
+        """
+        if self._book is None or not self._book.forgets:
+            return []
+        self._book.forgotten()
+        self._kept.clear()
+        self._held_bytes = 0
+        return [self._publish(self._topic, self._payload([], None))]
 
     def _parts(self, changes: Iterable[IndexChange]) -> Iterator[list[Told]]:
         """The changes with the tokens that routers may know, in portions that fit a batch each."""
-        return _parts([told for change in changes for told in self._told(change)])
+        told = [told for change in changes for told in self._told(change)]
+        return _parts(told) if told else iter(())
 
     def _told(self, change: IndexChange) -> Iterable[Told]:
         if self._book is None or not isinstance(change, BlocksStored):
@@ -259,7 +300,10 @@ def _pieces(change: Told) -> Iterator[Told]:
         yield change if blocks <= step else _section(change, start, start + step)
 
 
-def _section(change: BlocksStored | TokensStored | BlocksRemoved, start: int, stop: int) -> Told:
+_Cut = TypeVar("_Cut", bound=BlocksStored | TokensStored | BlocksRemoved)
+
+
+def _section(change: _Cut, start: int, stop: int) -> _Cut:
     """The blocks from `start` to `stop` of a change."""
     keys = change.keys[start * KEY_SIZE_BYTES : stop * KEY_SIZE_BYTES]
     if isinstance(change, BlocksRemoved):

@@ -6,23 +6,27 @@ erases them when it has left the last one. What is told and never completed make
 
 from __future__ import annotations
 
+import gc
 import logging
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from kvcached.core.messages import AllRemoved, BlocksStored, IndexChange, Tier
 from kvcached.core.slots.announced import Announced
-from kvcached.memory.token_table import NAMESPACE_BYTES, TokenTable
+from kvcached.memory.token_table import NAMESPACE_BYTES, TokenTable, row_bytes
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.types import KEY_SIZE_BYTES
 
-#: Blocks that are told and not complete: more than all engines of a node compute at a time.
+#: What one namespace may tell and not complete: more blocks than the engines of a node compute at a time.
 WAITING_MAX: Final = 65_536
+WAITING_BYTES_MAX: Final = 1 << 25
 #: Sizes of blocks for which tokens are kept: engines declare them, and each takes a descriptor.
 TABLES_MAX: Final = 8
+#: Blocks that one call of `erase` looks at: about a millisecond.
+ERASED_AT_ONCE: Final = 4096
 _TOKEN_BYTES: Final = 4
-_SLOTS_AT_ONCE: Final = 1 << 16
 
 _log: Final = logging.getLogger(__name__)
 
@@ -37,13 +41,36 @@ class TokensStored(NamedTuple):
 
 
 class _Namespace:
-    """What is known of one namespace: rows of tokens, and the tiers in which blocks are."""
+    """What is known of one namespace.
 
-    def __init__(self, table: TokenTable, name: bytes) -> None:
-        self.table = table
-        self.name = name
+    Attributes:
+        tier: any of its tiers.
+        rows: of blocks whose tokens are known.
+        held: the blocks that each tier has, by its rank.
+        waiting: those with tokens that no tier has, in the order in which they were told.
+        waiting_max: how many these may be.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
         self.rows: dict[bytes, int] = {}
-        self.tiers: dict[bytes, int] = {}  #: of complete blocks: a bit for each tier
+        self.held: dict[int | None, set[bytes]] = {}
+        self.waiting: dict[bytes, None] = {}
+        self.waiting_max = min(WAITING_MAX, WAITING_BYTES_MAX // row_bytes(tier.block_size))
+
+    @property
+    def name(self) -> bytes:
+        """The namespace in a row."""
+        return self.tier.namespace[:NAMESPACE_BYTES].ljust(NAMESPACE_BYTES, b"\0")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tier has a block."""
+        return not any(self.held.values())
+
+    def is_held(self, key: bytes) -> bool:
+        """Whether a tier has a block."""
+        return any(key in held for held in self.held.values())
 
 
 class TokenBook:
@@ -52,25 +79,30 @@ class TokenBook:
     Args:
         may_tell: whether routers may know the tokens of a namespace with this label.
         new_table: makes the memory for blocks of one size, which outlives the daemon.
+        give_up: forgets and closes such memory, in which nothing is left.
         kept: tables of an earlier daemon, which are the book's from now on.
 
     Attributes:
         tables: by the size of their blocks.
+        has_left: whether `erase` has more to do.
+        forgets: something was removed on request since `forgotten`.
     """
 
     def __init__(
         self,
         may_tell: Callable[[str], bool],
         new_table: Callable[[int], TokenTable],
+        give_up: Callable[[int, TokenTable], None] = lambda _, table: table.close(),
         kept: Mapping[int, TokenTable] | None = None,
     ) -> None:
         self._may_tell = may_tell
         self._new_table = new_table
+        self._give_up = give_up
         self.tables: dict[int, TokenTable] = dict(kept or {})
+        self.forgets = False
         self._namespaces: dict[bytes, _Namespace] = {}
-        #: Blocks that are told and not complete, by namespace and key, in the order in which they were told.
-        self._waiting: dict[tuple[bytes, bytes], None] = {}
-        self._left: dict[bytes, set[bytes]] = {}  #: keys that have left a tier since the last `erase_left`
+        #: Blocks that have left a tier, by namespace; those that are in no tier are to be erased.
+        self._left: deque[tuple[_Namespace, Iterator[bytes]]] = deque()
         self._is_full = False
 
     def close(self) -> None:
@@ -79,11 +111,16 @@ class TokenBook:
             table.close()
         self.tables.clear()
         self._namespaces.clear()
-        self._waiting.clear()
+        self._left.clear()
 
     def stop(self) -> None:
-        """Nobody is told of anything: take no more tokens."""
+        """Nobody is told of anything: take no more tokens, and keep none."""
         self._may_tell = lambda _: False
+        for size, table in self.tables.items():
+            self._give_up(size, table)
+        self.tables.clear()
+        self._namespaces.clear()
+        self._left.clear()
 
     def wants(self, announced: Announced | None) -> bool:
         """Whether the tokens of a tier's blocks may be told. Not where routers are told of no blocks: None."""
@@ -91,26 +128,45 @@ class TokenBook:
 
     def take_over(self, tiers: Iterable[Announced]) -> None:
         """Keep what the blocks in these tiers need of the tables of an earlier daemon; erase the rest."""
-        rows = {(name, key): (table, row) for table in self.tables.values() for row, name, key in table.take_over()}
-        for announced in filter(self.wants, tiers):
-            space = self._namespace(announced.tier)
-            slot = announced.next_known(0) if space is not None else -1
-            while space is not None and slot >= 0:
-                stretches, slot = announced.section(slot, _SLOTS_AT_ONCE, _SLOTS_AT_ONCE)
-                for key in (key for each in stretches for key in _split(each.keys, KEY_SIZE_BYTES)):
-                    table, row = rows.pop((space.name, key), (None, 0))
-                    if table is space.table:
-                        space.rows[key] = row
-                    elif table is not None:
-                        table.drop(row)
-                    if key in space.rows:
-                        space.tiers[key] = space.tiers.get(key, 0) | _bit(announced.tier)
-                slot = announced.next_known(slot)
-        for table, row in rows.values():
-            table.drop(row)
+        was_on = gc.isenabled()
+        gc.disable()  # it would take half of the time again, and find no garbage
+        try:
+            for announced in filter(self.wants, tiers):
+                held = self._namespace(announced.tier).held
+                held.setdefault(announced.tier.rank, set()).update(_split(announced.known_keys()))
+            for table in self.tables.values():
+                self._take_over_table(table)
+        finally:
+            if was_on:
+                gc.enable()
+        self._prune(self._namespaces.keys())
+
+    def _take_over_table(self, table: TokenTable) -> None:
+        """Keep the rows of blocks that some tier has."""
+        kept = table.take_over()
+        by_name = {space.name: space for space in self._namespaces.values()}
+        unneeded = []
+        for row, name, key in zip(kept.rows, _split(kept.namespaces), _split(kept.keys), strict=True):
+            space = by_name.get(name)
+            if space is not None and self.tables.get(space.tier.block_size) is table and space.is_held(key):
+                space.rows[key] = row
+            else:
+                unneeded.append(row)
+        table.drop(unneeded)
+
+    def check(self, announced: Announced | None, keys: bytes, tokens: bytes) -> None:
+        """Refuse what `note` would refuse.
+
+        Raises:
+            BadRequest: as `note`.
+        """
+        if announced is not None and self.wants(announced):
+            check_tokens(announced.tier.block_size, keys, tokens)
 
     def note(self, announced: Announced | None, keys: bytes, tokens: bytes) -> None:
         """An engine tells the tokens of blocks of a namespace, as far as it knows them.
+
+        What it tells again of a block that no tier has yet takes the place of what was told before.
 
         Args:
             announced: any tier of the namespace; what is not wanted is passed over.
@@ -120,61 +176,94 @@ class TokenBook:
         Raises:
             BadRequest: they are not as many tokens as the blocks have.
         """
+        self.check(announced, keys, tokens)
         if announced is None or not self.wants(announced):
             return
         tier = announced.tier
-        block_bytes = tier.block_size * _TOKEN_BYTES
-        if len(tokens) != len(keys) // KEY_SIZE_BYTES * block_bytes:
-            raise request_error(
-                ErrorCode.BAD_FRAMES,
-                f"{len(tokens)} bytes of tokens for {len(keys) // KEY_SIZE_BYTES} blocks of {tier.block_size} tokens",
-                "send the tokens of all blocks, or none",
-            )
-        space = self._namespace(tier)
-        if space is None:
+        table = self._table(tier.block_size)
+        if table is None:
             return
+        space, block_bytes = self._namespace(tier), tier.block_size * _TOKEN_BYTES
         firsts = array("i", tokens)[:: tier.block_size]
-        for at, key in enumerate(_split(keys, KEY_SIZE_BYTES)):
-            if firsts[at] >= 0 and key not in space.rows:
-                self._put(tier.namespace, space, key, tokens[at * block_bytes : (at + 1) * block_bytes])
+        new: dict[bytes, bytes] = {}
+        for at, key in enumerate(_split(keys)):
+            if firsts[at] < 0:
+                continue
+            row = space.rows.get(key)
+            told = tokens[at * block_bytes : (at + 1) * block_bytes]
+            if row is None:
+                new[key] = told
+            elif key in space.waiting:
+                table.write(row, told)
+                del space.waiting[key]
+                space.waiting[key] = None
+        if new:
+            self._put(space, table, new)
 
     def apply(self, changes: Iterable[IndexChange]) -> None:
-        """Note which blocks have come and gone, in order. Their tokens can be told until `erase_left`."""
+        """Note which blocks have come and gone, in order. Tokens of those that are gone are there until `erase`."""
         for change in changes:
-            space = self._namespaces.get(change.tier.namespace)
-            if space is None:
+            if not self._may_tell(change.tier.label):
                 continue
-            bit = _bit(change.tier)
+            space, rank = self._namespace(change.tier), change.tier.rank
             if isinstance(change, BlocksStored):
-                for key in _split(change.keys, KEY_SIZE_BYTES):
-                    if key in space.rows:
-                        space.tiers[key] = space.tiers.get(key, 0) | bit
-                        self._waiting.pop((change.tier.namespace, key), None)
-                continue
-            gone = list(space.tiers) if isinstance(change, AllRemoved) else _split(change.keys, KEY_SIZE_BYTES)
-            left = self._left.setdefault(change.tier.namespace, set())
-            for key in gone:
-                if key in space.rows:
-                    space.tiers[key] = space.tiers.get(key, 0) & ~bit
-                    left.add(key)
+                keys = list(_split(change.keys))
+                space.held.setdefault(rank, set()).update(keys)
+                for key in keys if space.waiting else ():
+                    space.waiting.pop(key, None)
+            elif isinstance(change, AllRemoved):
+                self._left.append((space, iter(space.held.pop(rank, ()))))
+            else:
+                keys = list(_split(change.keys))
+                space.held.setdefault(rank, set()).difference_update(keys)
+                self._left.append((space, iter(keys)))
 
-    def erase_left(self) -> None:
-        """Erase the tokens of blocks that are in no tier any more."""
-        for namespace, keys in self._left.items():
-            space = self._namespaces[namespace]
+    def forget(self, namespace: bytes, keys: bytes) -> None:
+        """Blocks were removed on request: nothing of them is to stay, also where they were told and not stored."""
+        self.forgets = True
+        space = self._namespaces.get(namespace)
+        if space is not None:
+            self._erase(space, [key for key in _split(keys) if key in space.waiting])
+
+    def forgotten(self) -> None:
+        """Nobody can ask for what was removed on request any more."""
+        self.forgets = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether blocks have left a tier that `erase` has not looked at."""
+        return bool(self._left)
+
+    def erase(self, tiers: Callable[[], Iterable[Announced]]) -> None:
+        """Erase the tokens of blocks that are in no tier any more, some at a time.
+
+        Args:
+            tiers: what routers know of, at present.
+        """
+        room = ERASED_AT_ONCE
+        while self._left and room:
+            space, keys = self._left[0]
+            gone, looked = [], 0
             for key in keys:
-                if not space.tiers.get(key, 0):
-                    self._erase(namespace, key)
-        self._left.clear()
-        self._namespaces = {name: space for name, space in self._namespaces.items() if space.rows}
+                looked += 1
+                if key in space.rows and key not in space.waiting and not space.is_held(key):
+                    gone.append(key)
+                if looked == room:
+                    break
+            else:
+                self._left.popleft()
+            room -= looked
+            self._erase(space, gone)
+        if any(space.is_empty for space in self._namespaces.values()) and not self._left:
+            self._prune({announced.tier.namespace for announced in tiers()})
 
     def told(self, change: BlocksStored) -> Iterator[BlocksStored | TokensStored]:
         """The same in stretches of blocks whose tokens are known, and of others."""
         space = self._namespaces.get(change.tier.namespace)
-        if space is None:
+        if space is None or not space.rows:
             yield change
             return
-        keys = list(_split(change.keys, KEY_SIZE_BYTES))
+        keys = list(_split(change.keys))
         rows = [space.rows.get(key) for key in keys]
         start, parent = 0, change.parent
         while start < len(keys):
@@ -183,53 +272,71 @@ class TokenBook:
                 end += 1
             packed = change.keys[start * KEY_SIZE_BYTES : end * KEY_SIZE_BYTES]
             if is_known:
-                tokens = b"".join([space.table.tokens(row) for row in rows[start:end] if row is not None])
-                yield TokensStored(change.tier, parent, packed, tokens)
+                known = [row for row in rows[start:end] if row is not None]
+                yield TokensStored(change.tier, parent, packed, self.tables[change.tier.block_size].tokens(known))
             else:
                 yield BlocksStored(change.tier, parent, packed)
             start, parent = end, keys[end - 1]
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """For tests: raise AssertionError where what is kept contradicts itself."""
-        for name, space in self._namespaces.items():
-            held = {key for key, tiers in space.tiers.items() if tiers}
-            waiting = {key for namespace, key in self._waiting if namespace == name}
-            if held & waiting or held | waiting != space.rows.keys():
-                raise AssertionError(f"{len(space.rows)} rows, {len(held)} of blocks, {len(waiting)} waiting")
+        left = {id(space) for space, _ in self._left}
+        for space in self._namespaces.values():
+            held = {key for key in space.rows if space.is_held(key)}
+            unexplained = space.rows.keys() - held - space.waiting.keys()
+            if (
+                held & space.waiting.keys()
+                or space.waiting.keys() - space.rows
+                or (unexplained and id(space) not in left)
+            ):
+                raise AssertionError(f"{len(space.rows)} rows, {len(held)} of blocks, {len(space.waiting)} waiting")
+        taken = sum(len(space.rows) for space in self._namespaces.values())
+        if taken != sum(table.count for table in self.tables.values()):
+            raise AssertionError(f"{taken} rows, and {[table.count for table in self.tables.values()]} in tables")
 
-    def _namespace(self, tier: Tier) -> _Namespace | None:
-        """The namespace of a tier; None where there is no memory for blocks of its size."""
+    def _namespace(self, tier: Tier) -> _Namespace:
         space = self._namespaces.get(tier.namespace)
-        if space is not None:
-            return space
-        table = self.tables.get(tier.block_size)
-        if table is None:
-            if len(self.tables) == TABLES_MAX:
-                self._say_full(f"engines have blocks of more than {TABLES_MAX} sizes")
-                return None
-            table = self.tables[tier.block_size] = self._new_table(tier.block_size)
-        space = self._namespaces[tier.namespace] = _Namespace(
-            table, tier.namespace[:NAMESPACE_BYTES].ljust(NAMESPACE_BYTES, b"\0")
-        )
+        if space is None:
+            space = self._namespaces[tier.namespace] = _Namespace(tier)
         return space
 
-    def _put(self, namespace: bytes, space: _Namespace, key: bytes, tokens: bytes) -> None:
-        if len(self._waiting) == WAITING_MAX:
-            self._erase(*next(iter(self._waiting)))
-        row = space.table.put(space.name, key, tokens)
-        if row is None:
-            self._say_full("the table has no row left")
-            return
-        space.rows[key] = row
-        self._waiting[namespace, key] = None
+    def _table(self, block_size: int) -> TokenTable | None:
+        """The table for blocks of a size; None where there are too many sizes."""
+        table = self.tables.get(block_size)
+        if table is None and len(self.tables) == TABLES_MAX:
+            self._say_full(f"engines have blocks of more than {TABLES_MAX} sizes")
+        elif table is None:
+            table = self.tables[block_size] = self._new_table(block_size)
+        return table
 
-    def _erase(self, namespace: bytes, key: bytes) -> None:
-        self._waiting.pop((namespace, key), None)
-        space = self._namespaces[namespace]
-        space.tiers.pop(key, None)
-        row = space.rows.pop(key, None)
-        if row is not None:
-            space.table.drop(row)
+    def _put(self, space: _Namespace, table: TokenTable, new: dict[bytes, bytes]) -> None:
+        """Write tokens of blocks that have none; the oldest ones of the namespace that wait make room."""
+        waiting = [key for key in new if not space.is_held(key)][-space.waiting_max :]
+        over = len(space.waiting) + len(waiting) - space.waiting_max
+        self._erase(space, [key for key, _ in zip(space.waiting, range(over), strict=False)])
+        keys = waiting + [key for key in new if space.is_held(key)]
+        rows = table.put(space.name, b"".join(keys), b"".join([new[key] for key in keys]))
+        if len(rows) < len(keys):
+            self._say_full("the table has no row left")
+        space.rows.update(zip(keys, rows, strict=False))
+        space.waiting.update(dict.fromkeys(waiting[: len(rows)]))
+
+    def _erase(self, space: _Namespace, keys: list[bytes]) -> None:
+        rows = [row for key in keys if (row := space.rows.pop(key, None)) is not None]
+        for key in keys:
+            space.waiting.pop(key, None)
+        if rows:
+            self.tables[space.tier.block_size].drop(rows)
+
+    def _prune(self, living: Iterable[bytes]) -> None:
+        """Forget namespaces that are gone, and give up tables that none needs."""
+        living = set(living)
+        for root in [root for root, space in self._namespaces.items() if space.is_empty and root not in living]:
+            space = self._namespaces.pop(root)
+            self._erase(space, list(space.rows))
+        needed = {space.tier.block_size for space in self._namespaces.values()}
+        for size in [size for size in self.tables if size not in needed]:
+            self._give_up(size, self.tables.pop(size))
 
     def _say_full(self, why: str) -> None:
         if not self._is_full:
@@ -237,10 +344,21 @@ class TokenBook:
             _log.warning("routers are not told the tokens of some blocks: %s", why)
 
 
-def _bit(tier: Tier) -> int:
-    return 1 if tier.rank is None else 2 << tier.rank
+def check_tokens(block_size: int, keys: bytes, tokens: bytes) -> None:
+    """Refuse tokens that are not as many as the blocks have.
+
+    Raises:
+        BadRequest: they are more or fewer.
+    """
+    blocks = len(keys) // KEY_SIZE_BYTES
+    if len(tokens) != blocks * block_size * _TOKEN_BYTES:
+        raise request_error(
+            ErrorCode.BAD_FRAMES,
+            f"{len(tokens)} bytes of tokens for {blocks} blocks of {block_size} tokens",
+            "send the tokens of all blocks, or none",
+        )
 
 
-def _split(packed: bytes, size: int) -> Iterator[bytes]:
-    for at in range(0, len(packed), size):
-        yield packed[at : at + size]
+def _split(packed: bytes) -> Iterator[bytes]:
+    for at in range(0, len(packed), KEY_SIZE_BYTES):
+        yield packed[at : at + KEY_SIZE_BYTES]

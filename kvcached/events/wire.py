@@ -177,9 +177,12 @@ def _as_ints(keys: bytes) -> bytes:
 
 def weight_of(change: Told) -> int:
     """What one of its blocks takes in a message, in keys."""
-    if not isinstance(change, TokensStored):
-        return 1
-    return 1 - -change.tier.block_size * _TOKEN_ROW.itemsize // _BYTES_ROW.itemsize
+    return told_weight(change.tier.block_size) if isinstance(change, TokensStored) else 1
+
+
+def told_weight(block_size: int) -> int:
+    """What a block with its tokens takes in a message, in keys."""
+    return 1 - -block_size * _TOKEN_ROW.itemsize // _BYTES_ROW.itemsize
 
 
 def _packed_tokens(tokens: bytes) -> bytes:

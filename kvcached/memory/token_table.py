@@ -7,29 +7,36 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
-from typing import Final, Self
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcached.memory.sealed import SharedMemory, memory_fault, sealed_memfd
 from kvcached_client.types import KEY_SIZE_BYTES
 
-#: Rows of a table, and its size at most. Memory is taken up as rows are written.
-_ROWS_MAX: Final = 1 << 22
-_ROWS_BYTES_MAX: Final = 1 << 32
 #: The name of a table for the service manager; the number of tokens in its blocks follows.
 TABLE_PREFIX: Final = "tokens-"
 #: A namespace in a row: the first bytes of its root.
 NAMESPACE_BYTES: Final = 16
+#: Rows of a table, and its size at most. Memory is taken up as rows are written.
+_ROWS_MAX: Final = 1 << 22
+_ROWS_BYTES_MAX: Final = 1 << 32
 _TOKEN_BYTES: Final = 4
+_MARK_BYTES: Final = 8
 _HEAD: Final = struct.Struct("<8sQQ")  #: of the table: what it is, tokens in a row, rows that were ever written
 _HEAD_BYTES: Final = 64
 _MAGIC: Final = b"kvctok01"
 _USED_AT: Final = 16
-_MARK_BYTES: Final = 8
-_WHOLE: Final = (1).to_bytes(_MARK_BYTES, "little")
-_NOT_WHOLE: Final = bytes(_MARK_BYTES)
+
+
+class KeptRows(NamedTuple):
+    """The whole rows of a table: their numbers, and of each its namespace and key, back to back."""
+
+    rows: list[int]
+    namespaces: bytes
+    keys: bytes
 
 
 class TokenTable:
@@ -37,15 +44,17 @@ class TokenTable:
 
     Attributes:
         descriptor: of the memory, which the table closes.
+        count: rows that are taken.
     """
 
     def __init__(self, descriptor: int, block_size: int) -> None:
         """Use `create` or `adopt`."""
         self.descriptor = descriptor
-        self._tokens_bytes = block_size * _TOKEN_BYTES
-        self._row_bytes, self._rows_max = _row_bytes(block_size), _rows_max(block_size)
-        self._memory = SharedMemory(descriptor, table_bytes(block_size))
+        self.count = 0
+        self._rows_max = _rows_max(block_size)
+        self._memory: SharedMemory | None = SharedMemory(descriptor, table_bytes(block_size))
         self._view = self._memory.view
+        self._rows: npt.NDArray[Any] = np.frombuffer(self._view, _row(block_size), self._rows_max, _HEAD_BYTES)
         self._used: int = _HEAD.unpack_from(self._view)[2]
         self._free: list[int] = []
 
@@ -69,77 +78,93 @@ class TokenTable:
         magic, size, used = _HEAD.unpack_from(table._view)
         if (magic, size) == (_MAGIC, block_size) and used <= table._rows_max:
             return table
-        table._memory.close()
+        table._unmap()
         return None
 
     def close(self) -> None:
-        """Unmap the memory, and close its descriptor."""
-        self._view = memoryview(b"")
-        self._memory.close()
-        os.close(self.descriptor)
+        """Unmap the memory, and close its descriptor. Does nothing the second time."""
+        if self._memory is not None:
+            self._unmap()
+            os.close(self.descriptor)
 
-    def put(self, namespace: bytes, key: bytes, tokens: bytes) -> int | None:
-        """Write a row; its number, or None where there is no room.
+    def put(self, namespace: bytes, keys: bytes, tokens: bytes) -> list[int]:
+        """Write rows; their numbers, in the order of the keys, of as many as there is room for.
 
         Args:
             namespace: `NAMESPACE_BYTES` of its root.
-            key: of the block.
-            tokens: of the block, little-endian int32.
+            keys: of the blocks.
+            tokens: of all of them, little-endian int32.
         """
-        row = self._new_row()
-        if row is not None:
-            place = self._place(row)
-            self._view[place + _MARK_BYTES : place + self._row_bytes] = namespace + key + tokens
-            self._view[place : place + _MARK_BYTES] = _WHOLE
-        return row
+        rows = self._new_rows(len(keys) // KEY_SIZE_BYTES)
+        self._rows["namespace"][rows] = np.frombuffer(namespace, f"V{NAMESPACE_BYTES}")
+        self._rows["key"][rows] = np.frombuffer(keys, f"V{KEY_SIZE_BYTES}")[: len(rows)]
+        self._rows["tokens"][rows] = np.frombuffer(tokens, self._rows.dtype["tokens"])[: len(rows)]
+        self._rows["mark"][rows] = 1
+        return rows
 
-    def tokens(self, row: int) -> memoryview:
-        """The tokens of a row that was put."""
-        end = self._place(row) + self._row_bytes
-        return self._view[end - self._tokens_bytes : end]
+    def write(self, row: int, tokens: bytes) -> None:
+        """Put other tokens into a row that was put."""
+        self._rows["mark"][row] = 0
+        self._rows["tokens"][row] = np.frombuffer(tokens, self._rows.dtype["tokens"])[0]
+        self._rows["mark"][row] = 1
 
-    def drop(self, row: int) -> None:
-        """Erase a row: what it said is nowhere any more."""
-        place = self._place(row)
-        self._view[place : place + _MARK_BYTES] = _NOT_WHOLE
-        self._view[place + _MARK_BYTES : place + self._row_bytes] = bytes(self._row_bytes - _MARK_BYTES)
-        self._free.append(row)
+    def tokens(self, rows: Sequence[int]) -> bytes:
+        """The tokens of rows that were put, back to back."""
+        return self._rows["tokens"][rows].tobytes()
 
-    def take_over(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """The whole rows of an adopted table: number, namespace, key. The others are free from now on."""
-        fields = [("mark", "<u8"), ("namespace", f"V{NAMESPACE_BYTES}"), ("key", f"V{KEY_SIZE_BYTES}"),
-                  ("tokens", f"V{self._tokens_bytes}")]  # fmt: skip
-        rows = np.frombuffer(self._view, np.dtype(fields), self._used, _HEAD_BYTES)
-        is_whole = rows["mark"] == 1
-        for row in np.flatnonzero(~is_whole).tolist():
-            self.drop(row)
-        whole = np.flatnonzero(is_whole)
-        names, keys = rows["namespace"][whole].tobytes(), rows["key"][whole].tobytes()
-        for at, row in enumerate(whole.tolist()):
-            namespace = names[at * NAMESPACE_BYTES : (at + 1) * NAMESPACE_BYTES]
-            yield row, namespace, keys[at * KEY_SIZE_BYTES : (at + 1) * KEY_SIZE_BYTES]
+    def drop(self, rows: Sequence[int]) -> None:
+        """Erase rows: what they said is nowhere any more."""
+        self._rows["mark"][rows] = 0
+        self._rows[rows] = np.zeros((), self._rows.dtype)
+        self._free += rows
+        self.count -= len(rows)
 
-    def _new_row(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        if self._used == self._rows_max:
-            return None
-        row, self._used = self._used, self._used + 1
+    def take_over(self) -> KeptRows:
+        """The whole rows of an adopted table. The others are free from now on."""
+        used = self._rows[: self._used]
+        is_whole = used["mark"] == 1
+        whole, broken = np.flatnonzero(is_whole), np.flatnonzero(~is_whole).tolist()
+        self.count = self._used
+        self.drop(broken)
+        return KeptRows(whole.tolist(), used["namespace"][whole].tobytes(), used["key"][whole].tobytes())
+
+    def _new_rows(self, count: int) -> list[int]:
+        split = len(self._free) - min(count, len(self._free))
+        rows = self._free[split:]
+        del self._free[split:]
+        first = self._used
+        self._used = min(first + count - len(rows), self._rows_max)
+        rows += range(first, self._used)
         struct.pack_into("<Q", self._view, _USED_AT, self._used)
-        return row
+        self.count += len(rows)
+        return rows
 
-    def _place(self, row: int) -> int:
-        return _HEAD_BYTES + row * self._row_bytes
+    def _unmap(self) -> None:
+        assert self._memory is not None  # noqa: S101 - for the type alone
+        self._rows = np.zeros(0, self._rows.dtype)
+        self._view = memoryview(b"")
+        self._memory.close()
+        self._memory = None
 
 
 def table_bytes(block_size: int) -> int:
     """Size of a table for blocks of so many tokens."""
-    return _HEAD_BYTES + _rows_max(block_size) * _row_bytes(block_size)
+    return _HEAD_BYTES + _rows_max(block_size) * _row(block_size).itemsize
 
 
-def _row_bytes(block_size: int) -> int:
-    return _MARK_BYTES + NAMESPACE_BYTES + KEY_SIZE_BYTES + block_size * _TOKEN_BYTES
+def row_bytes(block_size: int) -> int:
+    """Size of a row."""
+    return _row(block_size).itemsize
+
+
+def _row(block_size: int) -> np.dtype[Any]:
+    return np.dtype([
+        ("mark", f"<u{_MARK_BYTES}"),
+        ("namespace", f"V{NAMESPACE_BYTES}"),
+        ("key", f"V{KEY_SIZE_BYTES}"),
+        ("tokens", f"V{block_size * _TOKEN_BYTES}"),
+    ])  # fmt: skip
 
 
 def _rows_max(block_size: int) -> int:
-    return min(_ROWS_MAX, _ROWS_BYTES_MAX // _row_bytes(block_size))
+    return min(_ROWS_MAX, _ROWS_BYTES_MAX // _row(block_size).itemsize)

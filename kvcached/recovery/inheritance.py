@@ -116,7 +116,7 @@ async def inherit(
     awake = [each for each in replicas if each.name not in asleep]
     kept_devices = {each.name: kept_device(each, found, ledger) for each in awake}
     engine_pools.take_over(found)
-    tokens = _kept_tokens(found)
+    tokens = _kept_tokens(found, parts)
     _drop(found)  # pools that sleep, are no longer configured, or not in the same way
     served = served_devices(replicas, ledger)
     numbers = ledger.cuda_numbers if ledger is not None and has_stopped(run_dir, ledger) else None
@@ -176,18 +176,25 @@ def _missing(found: Mapping[str, list[int]], ledger: Ledger) -> list[str]:
     return names
 
 
-def _kept_tokens(found: dict[str, list[int]]) -> dict[int, TokenTable]:
-    """The tables of tokens that were kept, by the size of their blocks; their descriptors are removed from `found`."""
+def _kept_tokens(found: dict[str, list[int]], parts: ExitStack) -> dict[int, TokenTable]:
+    """The tables of tokens that were kept, by the size of their blocks; their descriptors are removed from `found`.
+
+    Where there are several for one size, as after a start that has failed, the last one is the newest.
+    """
     tables: dict[int, TokenTable] = {}
     for name in [name for name in found if name.startswith(TABLE_PREFIX)]:
-        size = int(name.removeprefix(TABLE_PREFIX))
-        for descriptor in found[name].copy():
-            table = None if size in tables else TokenTable.adopt(descriptor, size)
-            if table is not None:
-                tables[size] = table
-                found[name].remove(descriptor)
-        if not found[name]:
-            del found[name]
+        descriptors, size = found[name], int(name.removeprefix(TABLE_PREFIX))
+        table = TokenTable.adopt(descriptors[-1], size)
+        if table is None:
+            continue
+        tables[size] = table
+        parts.callback(table.close)
+        descriptors.pop()
+        if descriptors:
+            remove(name)
+            store(name, table.descriptor)
+        for other in found.pop(name):
+            os.close(other)
     return tables
 
 

@@ -179,8 +179,8 @@ class Admission:
         return may_return
 
     def welcome_back(self, request: wire.Rejoin, session: ManagedSession, group: EngineGroup) -> wire.Welcome:
-        """The answer to a `Rejoin` that is granted."""
-        return self._welcome(request.id, (), session, group)
+        """The answer to a `Rejoin` that is granted, which offers no capabilities: those that there are now."""
+        return self._welcome(request.id, CAPABILITIES, session, group)
 
     def _replica(self, request: wire.Hello) -> Replica:
         replica = self._replicas.get(request.replica)

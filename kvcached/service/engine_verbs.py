@@ -175,7 +175,7 @@ class EngineVerbs:
 
     def _commit(self, peer: bytes, request: wire.Commit, frames: list[bytes]) -> Answer:
         group = self._groups.owner(peer)
-        self._note_tokens(group.session, frames)
+        self._check_tokens(group.session, frames)
         done = self._cache.managed.commit(
             group.session,
             request.epoch,
@@ -185,6 +185,7 @@ class EngineVerbs:
             slot_ranges(frames[1]),
             FenceSequence(request.fence),
         )
+        self._note_tokens(group.session, frames)
         return Answer(wire.Committed(id=request.id, depth=done.depth, adopted=done.adopted, duplicates=done.duplicates))
 
     def _release(self, peer: bytes, request: wire.Release, frames: list[bytes]) -> Answer:
@@ -197,9 +198,10 @@ class EngineVerbs:
             )
         session, lease, fence = group.session, LeaseId(request.lease), FenceSequence(request.fence)
         if frames:
-            self._note_tokens(session, frames)
+            self._check_tokens(session, frames)
             keys, slots = frames[0], slot_ranges(frames[1])
             done = self._cache.managed.finish(session, request.epoch, lease, request.start, keys, slots, fence)
+            self._note_tokens(session, frames)
             answer = Answer(wire.Released(id=request.id, adopted=done.adopted, duplicates=done.duplicates))
         else:
             self._cache.managed.release(session, request.epoch, lease, fence)
@@ -207,9 +209,14 @@ class EngineVerbs:
         self._pending.look(Wait.LOAD, session=session, subject=lease)
         return answer
 
-    def _note_tokens(self, session: SessionId, frames: list[bytes]) -> None:
-        """Note the tokens of blocks that are about to be committed, if an engine sends them."""
+    def _check_tokens(self, session: SessionId, frames: list[bytes]) -> None:
+        """Refuse tokens that do not fit the blocks beside which an engine sends them."""
         if self._book is not None and len(frames) == 3:  # noqa: PLR2004 - keys, slots, tokens
+            self._book.check(self._cache.announced_to(session), frames[0], frames[2])
+
+    def _note_tokens(self, session: SessionId, frames: list[bytes]) -> None:
+        """Note the tokens of blocks that were committed, if an engine sends them. Routers hear of the blocks later."""
+        if self._book is not None and len(frames) == 3:  # noqa: PLR2004 - as above
             self._book.note(self._cache.announced_to(session), frames[0], frames[2])
 
     def _load(self, peer: bytes, request: wire.Load, _: list[bytes], respond: Respond) -> Answer | None:

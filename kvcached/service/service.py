@@ -147,7 +147,7 @@ class Service:
             own_session=self._offload.own_session, carry_out=self.carry_out, check=self.state_writer.check_clear,
             cleared=self._engine_pools.cleared, in_device_memory=self._engine_pools.namespaces,
         )  # fmt: skip
-        removals = PrefixRemovals(cache, self._replicas, self._pending, self._claims, self.storage.delete)
+        removals = PrefixRemovals(cache, self._replicas, self._pending, self._claims, self.storage.delete, book)
         self._admin = AdminVerbs(cache, self._replicas, self._drain_state, self._pending, self.clears, removals, now_ms)
         self._sleeps = SleepVerbs(
             cache, self._replicas, self._groups, self._pending, now_ms, carry_out=self.carry_out, settle=self._settle

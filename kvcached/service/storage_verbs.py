@@ -213,12 +213,15 @@ class StorageVerbs:
     def _prefetch(self, peer: bytes, request: wire.Prefetch, frames: list[bytes], respond: Respond) -> Answer | None:
         """Begin a prefetch; the answer where it is over, nobody wants to wait, or too many wait already."""
         session = self._groups.owner(peer).session
+        announced = self._cache.announced_to(session)
         if self._book is not None and len(frames) > 1:
-            self._book.note(self._cache.announced_to(session), frames[0], frames[1])
+            self._book.check(announced, *frames)
         found = self._cache.prefetch(
             session, request.epoch, frames[0], request.tokens, request.prefill_tokens_per_s,
             full=request.full, tenant=request.tenant,
         )  # fmt: skip
+        if self._book is not None and len(frames) > 1:
+            self._book.note(announced, *frames)
         patience_ms = self._patience_ms(request, found)
         if not patience_ms or self._pending.count(Wait.PREFETCH) >= WAITING_MAX[Wait.PREFETCH]:
             return _answer(request, found)

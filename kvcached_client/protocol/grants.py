@@ -154,6 +154,20 @@ def with_tokens(keys: bytes, token_ids: bytes | None, *, are_wanted: bool) -> tu
     return keys, token_ids
 
 
+def check_token_ids(keys: bytes, token_ids: bytes | None, block_size: int) -> None:
+    """Refuse tokens that are not those of as many blocks as there are keys.
+
+    Raises:
+        BadRequest: they are more or fewer.
+    """
+    blocks = len(keys) // KEY_SIZE_BYTES
+    if token_ids is not None and len(token_ids) != blocks * block_size * TOKENS.item_bytes:
+        raise bad_value(
+            f"{len(token_ids)} bytes of token_ids for {blocks} blocks of {block_size} tokens",
+            "give 4 bytes for each token of all of these blocks, as KeyChain.token_range does",
+        )
+
+
 def offered_frames(offers: Sequence[Offered], block_size: int) -> tuple[bytes, ...]:
     """The frames of offers: their keys, and their tokens if any offer has some and the message has room for them.
 
@@ -162,6 +176,8 @@ def offered_frames(offers: Sequence[Offered], block_size: int) -> tuple[bytes, .
         block_size: tokens in a block; 0 = nobody wants to know the tokens.
     """
     keys = b"".join([offer.keys for offer in offers])
+    for offer in offers if block_size else ():
+        check_token_ids(offer.keys, offer.token_ids, block_size)
     size_bytes = len(keys) // KEY_SIZE_BYTES * block_size * TOKENS.item_bytes
     if not 0 < size_bytes <= TOKENS.size_bytes_max or all(offer.token_ids is None for offer in offers):
         return (keys,)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcached_client import Client, OffloadClient, OffloadLayout
+from kvcached_client import BadRequest, Client, OffloadClient, OffloadLayout
 from kvcached_client.offload import Offered
 from kvcached_client.protocol.engine import (
     TELLS_TOKENS,
@@ -132,6 +132,19 @@ def test_offers_bring_their_tokens(daemon: FakeDaemon, wants: bool) -> None:
 
     told = [packed(1, 2, 3, 4), packed(5, 6, 7, 8) + 2 * UNTOLD, None, packed(1, 2, 3, 4)]
     assert sent(daemon, PrepareStore, PrepareStores, Prefetch) == (told if wants else [None] * 4)
+
+
+def test_tokens_of_another_number_of_blocks_are_refused(daemon: FakeDaemon) -> None:
+    """Offers whose tokens do not fit their own blocks are refused before anything is sent, also if the sum fits."""
+    with connect_offload(daemon, wants=True) as client:
+        offers = [
+            Offered(LeaseId(1), 0, bytes(32), packed(1, 2, 3, 4)),
+            Offered(LeaseId(2), 0, bytes(16), packed(*range(8))),
+        ]
+        with pytest.raises(BadRequest, match="16 bytes of token_ids for 2 blocks of 4 tokens"):
+            client.begin_prepare_stores(offers)
+
+    assert sent(daemon, PrepareStores) == []
 
 
 def test_offers_of_more_tokens_than_a_message_takes_go_without(daemon: FakeDaemon) -> None:

@@ -149,7 +149,7 @@ class Followers:
         for batch in self.stream.flush():
             for follower in self.all:
                 follower.hear(batch)
-        self.book.check()
+        self.book.verify()
 
     def check(self) -> None:
         """Who has everything that was published is exact, if that is everything that has happened."""

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from http import HTTPStatus
 
-import pytest
-
-from kvcached.core.cache import Cache
 from kvcached.events.stream import EventStream
 from tests.monitoring.registry import pages_of
-from tests.service import office as office_module
 from tests.service.office import FakePeer, Office, key_chain
 
 
-def test_health_check_makes_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_check_makes_no_event() -> None:
     """What a health check stores and removes makes no batch."""
-    monkeypatch.setattr(office_module, "Cache", partial(Cache, announces=True))
-    office = Office("a")
+    office = Office("a", announces=True)
 
     cache = office.cache
     events = EventStream(cache.index_changes, cache.announced, topic="", epoch=1, buffer_bytes=1, now_s=lambda: 1.0)

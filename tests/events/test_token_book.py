@@ -38,7 +38,14 @@ def announced(tier: Tier) -> Announced:
 def book() -> Iterator[TokenBook]:
     with closing(TokenBook(lambda label: label == "llama", TokenTable.create)) as made:
         yield made
-        made.check()
+        made.verify()
+
+
+def erase(book: TokenBook, *tiers: Tier) -> None:
+    """Erase all that is to be erased, while there are these tiers."""
+    book.erase(lambda: map(announced, tiers or (DEVICE, HOST)))
+    while book.has_left:
+        book.erase(lambda: map(announced, tiers or (DEVICE, HOST)))
 
 
 def known(book: TokenBook, tier: Tier, *numbers: int) -> list[tuple[type, bytes, bytes]]:
@@ -86,20 +93,20 @@ def test_tokens_are_kept_while_a_tier_has_the_block(book: TokenBook) -> None:
     book.apply([BlocksStored(HOST, b"", keys(1)), BlocksRemoved(DEVICE, keys(1, 2))])
     assert known(book, DEVICE, 1, 2) == [(TokensStored, b"", keys(1, 2))]
 
-    book.erase_left()
+    erase(book)
 
     assert known(book, HOST, 1, 2) == [(TokensStored, b"", keys(1)), (BlocksStored, keys(1), keys(2))]
     book.apply([AllRemoved(HOST)])
-    book.erase_left()
+    erase(book)
     assert known(book, HOST, 1) == [(BlocksStored, b"", keys(1))]
-    assert list(book.tables[SIZE].take_over()) == []
+    assert book.tables[SIZE].count == 0
 
 
 def test_what_comes_back_in_one_flush_keeps_its_tokens(book: TokenBook) -> None:
     """A block that leaves a tier and is stored again before the flush is over has not left."""
     book.note(announced(HOST), keys(1), tokens(1))
     book.apply([BlocksStored(HOST, b"", keys(1)), BlocksRemoved(HOST, keys(1)), BlocksStored(DEVICE, b"", keys(1))])
-    book.erase_left()
+    erase(book)
 
     assert known(book, DEVICE, 1) == [(TokensStored, b"", keys(1))]
 
@@ -135,7 +142,7 @@ def test_sizes_of_blocks_are_limited(
 def test_full_table_leaves_blocks_without_tokens(book: TokenBook, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the table has no row, the block is told without tokens."""
     book.note(announced(DEVICE), keys(1), tokens(1))
-    monkeypatch.setattr(book.tables[SIZE], "put", lambda *_: None)
+    monkeypatch.setattr(book.tables[SIZE], "_rows_max", 1)
     book.note(announced(DEVICE), keys(2), tokens(2))
 
     assert known(book, DEVICE, 1, 2) == [(TokensStored, b"", keys(1)), (BlocksStored, keys(1), keys(2))]
@@ -149,13 +156,13 @@ def test_next_daemon_keeps_what_its_blocks_need() -> None:
     device.inherit(b"", keys(1), array("i", [3, 1]))
     host.inherit(keys(1), keys(2), array("i", [0, 1]))
 
-    with closing(TokenBook(lambda _: True, TokenTable.create, first.tables)) as second:
+    with closing(TokenBook(lambda _: True, TokenTable.create, kept=first.tables)) as second:
         second.take_over([device, host])
-        second.check()
+        second.verify()
 
         assert known(second, DEVICE, 1, 2, 3) == [(TokensStored, b"", keys(1, 2)), (BlocksStored, keys(2), keys(3))]
         second.apply([BlocksRemoved(DEVICE, keys(1))])
-        second.erase_left()
+        erase(second)
         assert known(second, HOST, 1, 2) == [(BlocksStored, b"", keys(1)), (TokensStored, keys(1), keys(2))]
 
 
@@ -166,10 +173,10 @@ def test_next_daemon_erases_what_routers_may_know_no_more() -> None:
     device = announced(DEVICE)
     device.inherit(b"", keys(1), array("i", [0, 1]))
 
-    with closing(TokenBook(lambda label: label == "other", TokenTable.create, first.tables)) as second:
+    with closing(TokenBook(lambda label: label == "other", TokenTable.create, kept=first.tables)) as second:
         second.take_over([device])
 
-        assert list(second.tables[SIZE].take_over()) == []
+        assert not second.tables
 
 
 def test_messages_with_tokens_are_as_large_as_others(book: TokenBook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,3 +205,121 @@ def test_messages_with_tokens_are_as_large_as_others(book: TokenBook, monkeypatc
             (4,) * SIZE,
         ]
         assert len(told) == len(stored)
+
+
+def test_what_is_told_again_counts(book: TokenBook) -> None:
+    """Until a block is complete, the last one who tells its tokens is right; afterwards nobody changes them."""
+    book.note(announced(DEVICE), keys(1), tokens(666))
+    book.note(announced(DEVICE), keys(1), tokens(1))
+    book.apply([BlocksStored(DEVICE, b"", keys(1))])
+    book.note(announced(DEVICE), keys(1), tokens(667))
+
+    assert list(book.told(BlocksStored(DEVICE, b"", keys(1)))) == [TokensStored(DEVICE, b"", keys(1), tokens(1))]
+
+
+def test_what_is_told_again_is_the_newest(book: TokenBook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that waits and is told again is not the oldest any more."""
+    monkeypatch.setattr(token_book, "WAITING_MAX", 2)
+    for numbers in ((1, 2), (1,), (3,)):
+        book.note(announced(DEVICE), keys(*numbers), tokens(*numbers))
+
+    assert known(book, DEVICE, 1, 2) == [(TokensStored, b"", keys(1)), (BlocksStored, keys(1), keys(2))]
+
+
+def test_tokens_that_come_behind_their_block_stay_with_it(book: TokenBook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a block that a tier has already are kept as long as that tier has it, whatever else is told."""
+    monkeypatch.setattr(token_book, "WAITING_MAX", 1)
+    book.apply([BlocksStored(DEVICE, b"", keys(1))])
+    book.note(announced(DEVICE), keys(1), tokens(1))
+    book.note(announced(DEVICE), keys(2, 3), tokens(2, 3))
+    book.apply([BlocksStored(HOST, b"", keys(1)), BlocksRemoved(HOST, keys(1))])
+    erase(book)
+    assert known(book, DEVICE, 1) == [(TokensStored, b"", keys(1))]
+
+    book.apply([BlocksRemoved(DEVICE, keys(1))])
+    erase(book)
+
+    assert known(book, DEVICE, 1, 3) == [(BlocksStored, b"", keys(1)), (TokensStored, keys(1), keys(3))]
+
+
+def test_what_was_removed_on_request_is_nowhere(book: TokenBook) -> None:
+    """Tokens of a removed prompt are erased where they were told and not stored, and nobody gets them by a replay."""
+    tiers, changes = [announced(DEVICE)], list[IndexChange]([BlocksStored(DEVICE, b"", keys(1))])
+    book.note(announced(DEVICE), keys(1, 2, 3), tokens(1, 2, 3))
+    events = EventStream(changes, lambda: tiers, topic="t", epoch=1, buffer_bytes=1 << 20, now_s=lambda: 0.0, book=book)
+    first = events.flush()[0].number
+    assert tokens(1) in book.tables[SIZE].tokens([0])
+
+    changes.append(BlocksRemoved(DEVICE, keys(1)))
+    book.forget(DEVICE.namespace, keys(1, 2))
+    last = events.flush()[-1]
+
+    assert (last.topic, wire.decode_batch(last.payload).events) == (b"t", [])
+    assert [batch.number for batch in events.replay(first)] == [last.number]
+    assert known(book, DEVICE, 1, 2, 3) == [(BlocksStored, b"", keys(1, 2)), (TokensStored, keys(2), keys(3))]
+
+
+def test_replay_behind_a_removal_has_nothing_of_it(book: TokenBook) -> None:
+    """Who asks before the next flush gets nothing of what was removed on request either."""
+    tiers, changes = [announced(DEVICE)], list[IndexChange]([BlocksStored(DEVICE, b"", keys(1))])
+    book.note(announced(DEVICE), keys(1), tokens(1))
+    events = EventStream(changes, lambda: tiers, topic="t", epoch=1, buffer_bytes=1 << 20, now_s=lambda: 0.0, book=book)
+    first = events.flush()[0].number
+    book.forget(DEVICE.namespace, keys(1))
+
+    (only,) = events.replay(first)
+
+    assert only.number > first
+    assert wire.decode_batch(only.payload).events == []
+
+
+def test_nothing_stays_of_a_namespace_that_is_gone() -> None:
+    """What waits in a namespace without blocks is erased once that is cleared; its table is given up."""
+    given_up: list[int] = []
+
+    def give_up(size: int, table: TokenTable) -> None:
+        given_up.append(size)
+        table.close()
+
+    book = TokenBook(lambda _: True, TokenTable.create, give_up)
+    book.note(announced(DEVICE), keys(1, 2), tokens(1, 2))
+    book.apply([BlocksStored(DEVICE, b"", keys(1))])
+    erase(book)
+    assert known(book, DEVICE, 1, 2) == [(TokensStored, b"", keys(1, 2))]
+
+    book.apply([AllRemoved(DEVICE)])
+    erase(book, DEVICE._replace(namespace=b"\2" * 32))
+
+    assert (known(book, DEVICE, 1, 2), given_up, book.tables) == ([(BlocksStored, b"", keys(1, 2))], [SIZE], {})
+
+
+def test_stopped_book_keeps_nothing(book: TokenBook) -> None:
+    """Where events cannot be published, no tokens are kept, nor those of an earlier daemon."""
+    book.note(announced(DEVICE), keys(1), tokens(1))
+    book.stop()
+    book.note(announced(DEVICE), keys(2), tokens(2))
+
+    assert not book.tables
+
+
+def test_blocks_leave_some_at_a_time(book: TokenBook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clear of many blocks is carried out in turns, and changes of many blocks are told in turns."""
+    monkeypatch.setattr(token_book, "ERASED_AT_ONCE", 3)
+    monkeypatch.setattr(stream, "BLOCKS_PER_FLUSH_MAX", 4)
+    changes: list[IndexChange] = [BlocksStored(DEVICE, b"", keys(*range(10)))]
+    book.note(announced(DEVICE), keys(*range(10)), tokens(*range(10)))
+    tiers = [announced(DEVICE)]
+    events = EventStream(changes, lambda: tiers, topic="", epoch=1, buffer_bytes=1 << 20, now_s=lambda: 0.0, book=book)
+
+    def turns() -> list[list[int]]:
+        """How many blocks each event of each turn has."""
+        found = []
+        while events.has_more:
+            told = [event for batch in events.flush() for event in wire.decode_batch(batch.payload).events]
+            found.append([len(wire.hashes_of(event)) for event in told if isinstance(event, wire.BlockStored)])
+        return found
+
+    assert turns() == [[4], [4], [2]]
+    changes.append(AllRemoved(DEVICE))
+    assert turns() == [[], [], [], []]
+    assert book.tables[SIZE].count == 0

@@ -31,8 +31,7 @@ def table() -> Iterator[TokenTable]:
 
 
 def put(table: TokenTable, number: int) -> int:
-    row = table.put(NAMESPACE, key(number), tokens(number))
-    assert row is not None
+    (row,) = table.put(NAMESPACE, key(number), tokens(number))
     return row
 
 
@@ -46,13 +45,14 @@ def adopted(table: TokenTable) -> TokenTable:
 def test_next_daemon_finds_the_rows(table: TokenTable) -> None:
     """Rows that were put and not dropped are found again, with namespace, key and tokens; the others are free."""
     rows = [put(table, number) for number in range(5)]
-    table.drop(rows[2])
+    table.drop([rows[2]])
 
     with closing(adopted(table)) as found:
-        left = {row: (namespace, name) for row, namespace, name in found.take_over()}
-        assert left == {row: (NAMESPACE, key(row)) for row in rows if row != rows[2]}
-        assert [bytes(found.tokens(row)) for row in left] == [tokens(row) for row in left]
-        assert found.put(NAMESPACE, key(9), tokens(9)) == rows[2]
+        left = [row for row in rows if row != rows[2]]
+        kept = found.take_over()
+        assert kept == (left, NAMESPACE * len(left), b"".join(map(key, left)))
+        assert (found.tokens(left), found.count) == (b"".join(map(tokens, left)), len(left))
+        assert found.put(NAMESPACE, key(9), tokens(9)) == [rows[2]]
 
 
 def test_row_in_which_a_daemon_died_is_none(table: TokenTable) -> None:
@@ -62,13 +62,13 @@ def test_row_in_which_a_daemon_died_is_none(table: TokenTable) -> None:
     os.pwrite(table.descriptor, bytes(8), 64 + row * size)
 
     with closing(adopted(table)) as found:
-        assert list(found.take_over()) == []
-        assert found.put(NAMESPACE, key(8), tokens(8)) == row
+        assert found.take_over() == ([], b"", b"")
+        assert found.put(NAMESPACE, key(8), tokens(8)) == [row]
 
 
 def test_dropped_row_is_erased(table: TokenTable) -> None:
     """Of a dropped row nothing is left in the memory."""
-    table.drop(put(table, 0x1234567))
+    table.drop([put(table, 0x1234567)])
 
     assert struct.pack("<i", 0x1234567) not in os.pread(table.descriptor, 4096, 0)
 
@@ -88,8 +88,9 @@ def test_full_table_takes_no_row(table: TokenTable, monkeypatch: pytest.MonkeyPa
     """Where every row is taken there is none for the next block, until one is dropped."""
     monkeypatch.setattr(table, "_rows_max", 2)
     rows = [put(table, 0), put(table, 1)]
-    assert table.put(NAMESPACE, key(2), tokens(2)) is None
+    assert table.put(NAMESPACE, key(2), tokens(2)) == []
 
-    table.drop(rows[0])
+    table.drop([rows[0]])
 
-    assert table.put(NAMESPACE, key(2), tokens(2)) == rows[0]
+    assert table.put(NAMESPACE, key(2) + key(3), tokens(2) + tokens(3)) == rows[:1]
+    assert table.tokens(rows[:1]) == tokens(2)

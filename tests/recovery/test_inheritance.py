@@ -21,6 +21,7 @@ from kvcached.memory.device_headers import DeviceHeaders
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.dropped import DroppedMemory
 from kvcached.memory.host_pool import HostMemory, MemoryIdentity, create_host_memory
+from kvcached.memory.token_table import TABLE_PREFIX, TokenTable
 from kvcached.process.identity import ProcessIdentity, identity_of, pid_namespace
 from kvcached.recovery import device_pools, inheritance
 from kvcached.recovery.device_pools import kept_device
@@ -391,3 +392,25 @@ def test_dropped_memory_is_free_when_nobody_maps_it(host: HostMemory) -> None:
 def _file_of(entry: Path) -> tuple[int, int]:
     status = entry.stat()
     return status.st_dev, status.st_ino
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_newest_table_of_tokens_is_kept(tmp_path: Path, kept_by: Manager, host: HostMemory, tables: int) -> None:
+    """Where a start that failed has left two tables of tokens, the next one has the newer, and so has the manager."""
+    for number in range(tables):
+        table = TokenTable.create(4)
+        table.put(bytes(16), bytes(15) + bytes([number]), bytes(16))
+        kept_by.store(f"{TABLE_PREFIX}4", table.descriptor)
+        table.close()
+    LedgerFile(tmp_path / LEDGER_NAME).write(ledger_of(host, None))
+    config = configuration(tmp_path, OFFLOAD)
+
+    async def start() -> bytes:
+        with ExitStack() as parts:
+            found = await inherit(
+                tmp_path, config.host, config.replica, EnginePools(0), DroppedMemory(), parts, has_offload=True
+            )
+            return found.tokens[4].take_over().keys
+
+    assert asyncio.run(start()) == bytes(15) + bytes([tables - 1])
+    assert len(kept_by.kept[f"{TABLE_PREFIX}4"]) == 1

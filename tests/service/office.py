@@ -13,6 +13,7 @@ from kvcached.core.generations import Generations
 from kvcached.core.messages import AbandonLoad, HurryTransfer, StartTransfer, TransferKind
 from kvcached.core.namespaces import PoolSpec
 from kvcached.core.slots.states import SlotState
+from kvcached.events.token_book import TokenBook
 from kvcached.process.access import Grants
 from kvcached.process.identity import ProcessIdentity
 from kvcached.service.offload.admission import HostShare
@@ -167,7 +168,8 @@ class FakeTimers(list[FakeTimer]):
 class Office:
     """One service, its cache, and a clock that stands still. With `host_slabs`, a host pool of slabs of 8 blocks.
 
-    With `spaces`, that many namespaces of engines in offload mode may use it.
+    With `spaces`, that many namespaces of engines in offload mode may use it. With `announces`, routers are told of
+    blocks, with `book` of their tokens, too.
     """
 
     def __init__(
@@ -181,6 +183,8 @@ class Office:
         has_canonical_storage: bool = False,
         generation: int = 0,
         generations: Generations | None = None,
+        announces: bool = False,
+        book: TokenBook | None = None,
     ) -> None:
         names = names or ("a",)
         namespace = root_of(generation, "") if generation else b"n" * 32
@@ -196,6 +200,7 @@ class Office:
             host_slabs=host_slabs,
             namespaces_max=spaces,
             generations=generations,
+            announces=announces or book is not None,
         )
         replicas = [
             Replica(
@@ -239,6 +244,7 @@ class Office:
             later=self.timers.later,
             headers=headers,
             state_place=state_place,
+            book=book,
         )
         self.service.watch = self
         self._request = 0

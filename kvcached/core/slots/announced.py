@@ -119,6 +119,10 @@ class Announced:
         ]
         return told, first + count if is_whole else int(slots[starts[stretches_max]])
 
+    def known_keys(self) -> bytes:
+        """The keys of all blocks that routers know of, in the order of their slots."""
+        return _rows(self._keys, np.flatnonzero(np.frombuffer(self._known, np.uint8))).tobytes()
+
     def recount(self) -> int:
         """`count`, counted afresh."""
         return self._known.count(_ONE)

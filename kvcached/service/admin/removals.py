@@ -8,6 +8,7 @@ from typing import Final
 
 from kvcached.core.cache import Cache
 from kvcached.core.removal import Removal
+from kvcached.events.token_book import TokenBook
 from kvcached.service.pending import Answer, PendingReplies, PendingReply, Respond, Wait
 from kvcached.service.replica import Replica, resolve_namespace
 from kvcached.service.state_writer import HostClaims
@@ -27,6 +28,7 @@ class PrefixRemovals:
     Args:
         claims: writes the headers of the host pool.
         delete_stored: has blocks deleted from storage.
+        book: the tokens that routers may know.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class PrefixRemovals:
         pending: PendingReplies,
         claims: HostClaims,
         delete_stored: DeleteStored,
+        book: TokenBook | None,
     ) -> None:
         self._cache = cache
         self._replicas = replicas
         self._pending = pending
         self._claims = claims
         self._delete_stored = delete_stored
+        self._book = book
 
     def forget(self, _: bytes, request: wire.ForgetPrefix, frames: list[bytes], respond: Respond) -> Answer | None:
         """Remove what is free. The headers are gone before the reply: no later daemon finds the blocks in memory.
@@ -58,6 +62,8 @@ class PrefixRemovals:
         removal = self._cache.removals.remove(namespace.tree, keys, start)
         for tree in removal.trees:
             self._claims.forget(tree, removal.keys)
+            if self._book is not None:
+                self._book.forget(tree.namespace, removal.keys)
         fields = {"device": removal.device, "host": removal.host, "in_use": removal.in_use, "target": request.target}
         _log.info("prefix removed from %(target)s: %(device)d + %(host)d copies; %(in_use)d blocks in use", fields)
 

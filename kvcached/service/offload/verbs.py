@@ -131,9 +131,10 @@ class OffloadVerbs:
         return Answer(header, (plan.slots.tobytes(),))
 
     def _prepare_store(self, peer: bytes, request: wire.PrepareStore, frames: list[bytes]) -> Answer:
-        session = self.own_session(peer, request.epoch)
-        self._note_tokens(session, frames)
-        plan = self._store(session, LeaseId(request.lease), request.start, frames[0])
+        session, keys = self.own_session(peer, request.epoch), frames[0]
+        tokens = self._checked_tokens(session, frames)
+        plan = self._store(session, LeaseId(request.lease), request.start, keys)
+        self._note_tokens(session, keys, tokens)
         header = wire.StorePrepared(id=request.id, transfer=plan.transfer, depth=plan.depth, generation=plan.generation)
         return Answer(header, (_packed(plan.pieces).tobytes(), plan.slots.tobytes()))
 
@@ -143,21 +144,24 @@ class OffloadVerbs:
             raise request_error(
                 ErrorCode.BAD_FRAMES, f"{len(keys)} bytes of keys for {blocks} blocks", "send 16 bytes for each block"
             )
-        self._note_tokens(session, frames)
-        outcomes, pieces, slots, at = [], no_ranges(), no_ranges(), 0
+        tokens = self._checked_tokens(session, frames)
+        told_bytes = len(tokens) // blocks if blocks else 0
+        outcomes, pieces, slots, first = [], no_ranges(), no_ranges(), 0
         for offer in request.offers:
-            end = at + offer.blocks * KEY_SIZE_BYTES
+            end = first + offer.blocks
+            offered = keys[first * KEY_SIZE_BYTES : end * KEY_SIZE_BYTES]
             try:
-                plan = self._store(session, LeaseId(offer.lease), offer.start, keys[at:end])
+                plan = self._store(session, LeaseId(offer.lease), offer.start, offered)
             except Refusal as refusal:
                 error = in_words(refusal)
                 self._cache.counters[f"errors_{error.code}"] += 1
                 outcomes.append(wire.StoreOutcome(0, offer.start, 0, 0, error.code, error.message[:1024]))
             else:
+                self._note_tokens(session, offered, tokens[first * told_bytes : end * told_bytes])
                 outcomes.append(wire.StoreOutcome(plan.transfer, plan.depth, plan.generation, len(plan.pieces)))
                 pieces += _packed(plan.pieces)
                 slots += plan.slots
-            at = end
+            first = end
         for lease in request.releases:
             with contextlib.suppress(Refusal):
                 self._core.release(session, LeaseId(lease))
@@ -195,10 +199,21 @@ class OffloadVerbs:
         geometry = self.admission.geometry(self._core.sessions[session].namespace.spec.root)
         self._copy_times.begin(transfer, Executor.ENGINE, kind, blocks, geometry.block_bytes * geometry.parts, session)
 
-    def _note_tokens(self, session: SessionId, frames: list[bytes]) -> None:
-        """Note the tokens of blocks that are about to be stored, if an engine sends them."""
-        if self._book is not None and len(frames) > 1:
-            self._book.note(self._cache.announced_to(session), frames[0], frames[1])
+    def _checked_tokens(self, session: SessionId, frames: list[bytes]) -> bytes:
+        """The tokens of blocks that are about to be stored; none where an engine sends none, or nobody is told.
+
+        Raises:
+            RequestError: they do not fit the blocks.
+        """
+        if self._book is None or len(frames) == 1:
+            return b""
+        self._book.check(self._cache.announced_to(session), *frames)
+        return frames[1]
+
+    def _note_tokens(self, session: SessionId, keys: bytes, tokens: bytes) -> None:
+        """Note the tokens of an offer that was accepted."""
+        if self._book is not None and tokens:
+            self._book.note(self._cache.announced_to(session), keys, tokens)
 
     def own_session(self, connection: bytes, epoch: int) -> SessionId:
         """The session in offload mode that a connection owns.

@@ -233,7 +233,7 @@ def begin_fetch(seek: Seek, client: Client, *, stop: StopPolicy, behind: Hold | 
         deadline_ms=FETCH_MS_MAX,
         prefill_tokens_per_s=seek.prefill_tokens_per_s,
         tenant=seek.tenant,
-        token_ids=seek.token_ids if branches is None else None,
+        token_ids=seek.token_ids() if seek.token_ids is not None and branches is None else None,
     )
 
 

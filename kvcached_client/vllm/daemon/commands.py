@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcached_client.offload import PreparedLoad, PreparedStore
@@ -60,7 +61,7 @@ class Seek:
         prefetch: how long the request waits for storage; None = as the settings say.
         tenant: whose quota of the host pool the blocks count against.
         branches: where the hit may end; None = anywhere.
-        token_ids: tokens of the blocks, packed, where the daemon wants to know them.
+        token_ids: packs the tokens of the blocks, where the daemon wants to know them; for the daemon's thread.
     """
 
     ticket: int
@@ -73,7 +74,7 @@ class Seek:
     prefetch: PrefetchMode | None = None
     tenant: str = ""
     branches: Branches | None = None
-    token_ids: bytes | None = None
+    token_ids: Callable[[], bytes | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Offer:
         lease: the lease.
         start: depth of the first block.
         keys: keys of the blocks, 16 bytes each.
-        token_ids: as in `Seek`.
+        token_ids: their tokens, packed, where the daemon wants to know them.
     """
 
     ticket: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
@@ -93,7 +94,7 @@ class Leases:
             tracked.wishes.prefetch,
             tracked.wishes.tenant,
             self._branches(tracked, ticket) if load else None,
-            self.told_tokens.of(tracked, 0, blocks),
+            partial(self.told_tokens.of, tracked, 0, blocks) if self.told_tokens.is_on else None,
         )
         if not self._link.submit(seek):
             return False
