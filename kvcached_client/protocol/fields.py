@@ -117,16 +117,17 @@ def check_frames(request: Header, frames: Sequence[bytes | memoryview]) -> None:
             f"{count} frames after the header",
             f"this verb takes {' or '.join(map(str, counts or (len(kinds),)))}; see docs/protocol.md",
         )
-    for frame, kind in zip(frames, kinds, strict=False):
+    for frame, (name, item_bytes, size_bytes_max) in zip(frames, kinds, strict=False):
         size_bytes = len(frame)
+        if size_bytes <= size_bytes_max and not size_bytes % item_bytes:
+            continue
         if size_bytes > FRAME_SIZE_BYTES_MAX:
             raise request_error(ErrorCode.OVERSIZE, f"frame of {size_bytes} bytes", f"at most {FRAME_SIZE_BYTES_MAX}")
-        if size_bytes % kind.item_bytes or size_bytes > kind.size_bytes_max:
-            raise request_error(
-                ErrorCode.BAD_FRAMES,
-                f"{kind.name} of {size_bytes} bytes",
-                f"a multiple of {kind.item_bytes} bytes, at most {kind.size_bytes_max}",
-            )
+        raise request_error(
+            ErrorCode.BAD_FRAMES,
+            f"{name} of {size_bytes} bytes",
+            f"a multiple of {item_bytes} bytes, at most {size_bytes_max}",
+        )
 
 
 def check_reply_frames(reply: Header, frames: Sequence[bytes]) -> None:
@@ -135,14 +136,15 @@ def check_reply_frames(reply: Header, frames: Sequence[bytes]) -> None:
     Raises:
         BadRequest: `bad_frames`.
     """
-    kinds, counts = reply.frames, reply.frame_counts or (len(reply.frames),)
-    is_ragged = any(len(frame) % kind.item_bytes for frame, kind in zip(frames, kinds, strict=False))
-    if is_ragged or len(frames) not in counts:
+    kinds, count, counts = reply.frames, len(frames), reply.frame_counts
+    is_bad = count not in counts if counts else count != len(kinds)
+    for frame, kind in zip(frames, kinds, strict=False):
+        is_bad = is_bad or len(frame) % kind.item_bytes > 0
+    if is_bad:
         sizes = ", ".join(str(len(frame)) for frame in frames) or "no"
-        expected = " or ".join(map(str, counts))
+        expected = " or ".join(map(str, counts or (len(kinds),)))
         raise bad_reply(
-            f"{type(reply).__name__} with {len(frames)} frames ({sizes} bytes) instead of {expected}",
-            ErrorCode.BAD_FRAMES,
+            f"{type(reply).__name__} with {count} frames ({sizes} bytes) instead of {expected}", ErrorCode.BAD_FRAMES
         )
 
 

@@ -32,6 +32,8 @@ _SUBSCRIPTIONS: Final = frozenset({b"SUBSCRIBE", b"CANCEL"})
 
 #: A longer frame that is not whole yet is gathered in pieces: a copy of it all at once would take a millisecond.
 _GATHERED_BYTES_MIN: Final = 64 * 1024
+#: So much is copied before it is parsed: the parts of bytes are cheaper to take than those of a memoryview.
+_COPIED_BYTES_MAX: Final = 4096
 #: Frames in one turn, so that a peer of many small ones takes as much time as one request.
 FRAMES_PER_TURN_MAX: Final = 128
 #: Of a message that was refused already: a request whose keys are a part each is a mistake, and so many are no request.
@@ -190,10 +192,15 @@ class Reader:
             rest += data
             if len(rest) < self._needed:
                 return messages
-            with memoryview(rest) as whole:
-                used = self._parse(whole, messages, messages_max)
+            if len(rest) <= _COPIED_BYTES_MAX:
+                used = self._parse(bytes(rest), messages, messages_max)
+            else:
+                with memoryview(rest) as whole:
+                    used = self._parse(whole, messages, messages_max)
             del rest[:used]
         else:
+            if len(data) <= _COPIED_BYTES_MAX:
+                data = bytes(data)
             used = self._parse(data, messages, messages_max)
             if used < len(data):
                 rest += data[used:]
@@ -202,14 +209,14 @@ class Reader:
 
     def _parse(self, data: memoryview | bytes, messages: list[Message], messages_max: int) -> int:
         """Take frames from the start of `data`; how many bytes they had. What is skipped may be longer than `data`."""
-        at = 0
+        at, length = 0, len(data)
         try:
             if not self._greeted:
                 at = self._take_greeting(data)
                 if not self._greeted:
                     return 0
             for _ in range(FRAMES_PER_TURN_MAX):
-                if len(messages) >= messages_max:
+                if len(messages) >= messages_max or at == length:
                     break
                 end = at
                 if self.is_ready and not self._is_refused and not self._parts:
@@ -349,7 +356,7 @@ def _take_message(data: memoryview | bytes, at: int, messages: list[Message]) ->
             break
         parts.append(bytes(data[body:end]))
         if not flags & MORE:
-            if sum(map(len, parts)) > MESSAGE_SIZE_BYTES_MAX:
+            if end - at > MESSAGE_SIZE_BYTES_MAX and sum(map(len, parts)) > MESSAGE_SIZE_BYTES_MAX:
                 break
             messages.append(Message(parts))
             return end
