@@ -36,7 +36,7 @@ from kvcached_client.protocol.grants import (
 )
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.connection import InUse
-from kvcached_client.transport.misses import FailureReason
+from kvcached_client.transport.misses import FailureReason, NotedMisses
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import BatchedCall, Steps
 from kvcached_client.types import NO_FENCE, FenceSequence, LeaseId
@@ -275,14 +275,9 @@ class LeaseSteps:
             if not (yield from self._settle_release()):
                 yield from self._release(())
 
-    @contextmanager
-    def _missable(self) -> Iterator[None]:
+    def _missable(self) -> NotedMisses:
         """With ``failures="miss"``, turn an error inside into a miss, and set `reason`."""
-        self.reason = None
-        with self._channel.misses:
-            yield
-            return
-        self.reason = self._channel.misses.last_reason
+        return NotedMisses(self, self._channel.misses)
 
     def _commit_stop(self, computed_tokens: int) -> int:
         computed_tokens = check_number("computed_tokens", computed_tokens)

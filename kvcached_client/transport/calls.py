@@ -97,6 +97,11 @@ class PendingCalls:
         return len(self._deadlines_ns)
 
     @property
+    def has_orphans(self) -> bool:
+        """Whether a lease was granted too late, and its release was not sent."""
+        return bool(self._orphans)
+
+    @property
     def has_answers(self) -> bool:
         """Whether a reply has arrived that was not taken."""
         return bool(self._answers)
@@ -175,8 +180,8 @@ class PendingCalls:
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return None
-        name, granted = self._forget(request_id), _granted(answer)
-        if name is not None and granted is not None:
+        name = self._forget(request_id)
+        if name is not None and (granted := _granted(answer)) is not None:
             self._adopt(name, granted.lease)
         if isinstance(answer, RequestError):
             raise answer

@@ -132,7 +132,7 @@ class Channel(OneThread):
             deadline_ns = self.deadline_ns()
         parts = self._calls.send(request, frames, deadline_ns=deadline_ns)
         try:
-            self._send(parts, min(deadline_ns, self.deadline_ns()))
+            self._send(parts, deadline_ns)
         except KvcachedError:  # nothing was sent
             self._calls.take_back(RequestId(request.id))
             raise
@@ -242,7 +242,7 @@ class Channel(OneThread):
             DaemonUnreachable, RuntimeError: as `ask`.
         """
         self._check_usable()
-        ready: set[int] = set()
+        ready: dict[int, int] = {}
         while not self._has_news():
             self._check_daemon()
             ready = self._poll(deadline_ns, wake)
@@ -298,7 +298,18 @@ class Channel(OneThread):
         """Whether a message goes behind what is unsent, instead of waiting until that is sent."""
         return self._never_waits
 
-    def _send(self, parts: list[bytes], deadline_ns: int) -> None:
+    def _send(self, parts: list[bytes], reply_deadline_ns: int) -> None:
+        """Send a message: at once, as nearly always, or when the daemon is ready for it.
+
+        First it reads what has come. Where that can only be the end of a local connection, sending tells of it as well;
+        a message to another machine would be lost.
+        """
+        may_have_come = self._calls.pending_count > 1 or self._place is not self.path  # this request is one of them
+        if may_have_come and self._connection.is_ready:  # else `_await_connection` reads, once: it may connect again
+            self._poll(0)
+        if not self.is_gone and self._connection.send(parts, queued=self._is_queueing):
+            return
+        deadline_ns = min(reply_deadline_ns, self.deadline_ns())
         self._await_connection(deadline_ns)
         while not self._connection.send(parts, queued=self._is_queueing):
             self._check_daemon()
@@ -359,19 +370,18 @@ class Channel(OneThread):
             raise DeadlineExceeded(f"no reply from {self.endpoint} within {self.deadline_ms} ms")
         return raise_for_error(answer.reply), answer.frames
 
-    def _poll(self, deadline_ns: int, wake: int | None = None) -> set[int]:
+    def _poll(self, deadline_ns: int, wake: int | None = None) -> dict[int, int]:
         """Wait until a connection, or the descriptor `wake`, is ready, and read and send what is possible.
 
         Returns:
-            The descriptors that were ready; none at the deadline.
+            The descriptors that were ready, with what they were ready for; none at the deadline.
         """
         connection, attached = self._connection, self._attached
         is_usual = wake is None and connection.events == select.POLLIN
         poller = self._usual_poller if is_usual else self._new_poller(wake)
-        events = poller.poll(_remaining_ms(deadline_ns))
-        if not events:
-            return set()
-        ready = {descriptor for descriptor, _ in events}
+        ready = dict(poller.poll(_remaining_ms(deadline_ns) if deadline_ns else 0))
+        if not ready:
+            return ready
         if connection.fileno() in ready:
             connection.flush()
             self._read()
@@ -412,6 +422,4 @@ class Channel(OneThread):
 
 def _remaining_ms(deadline_ns: int) -> int:
     """Whole milliseconds until a time of the monotonic clock, rounded up; 0 is a time that has passed."""
-    if not deadline_ns:
-        return 0
     return max(0, -((time.monotonic_ns() - deadline_ns) // 1_000_000))

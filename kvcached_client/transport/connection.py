@@ -65,7 +65,7 @@ class OneThread:
             self._refuse(user)
 
     def _check_process(self) -> None:
-        if self.is_forked:
+        if os.getpid() != self._process_id:
             raise RuntimeError(
                 f"this kvcached client belongs to process {self._process_id}; "
                 f"a forked child connects its own, or joins the session with map_pool"
@@ -168,9 +168,11 @@ class Connection:
         The end of a message that the socket does not take at once is kept, and sent by `flush`. With `queued`, a whole
         message is kept behind an earlier one, too; False only once more than `UNSENT_BYTES_MAX` bytes are unsent.
         """
-        self.flush()
-        is_full = len(self._unsent) > (UNSENT_BYTES_MAX if queued else 0)
-        if is_full or self.is_over or not self.is_ready:
+        if self._unsent or self._handed_over is not None:
+            self.flush()
+            if len(self._unsent) > (UNSENT_BYTES_MAX if queued else 0):
+                return False
+        if self.is_over or not self._reader.is_ready:
             return False
         self._write(self._pieces(parts))
         return not self.is_over
@@ -234,7 +236,8 @@ class Connection:
         self._socket.close()
 
     def _write(self, pieces: list[bytes]) -> None:
-        self._settle()
+        if self._handed_over is not None:
+            self._settle()
         if self._unsent:
             self._unsent += b"".join(pieces)
         else:

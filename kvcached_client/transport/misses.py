@@ -17,7 +17,7 @@ import logging
 from collections.abc import Mapping
 from enum import Enum, StrEnum
 from types import TracebackType
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from kvcached_client.errors import (
     CircuitOpen,
@@ -118,6 +118,35 @@ class MissPolicy:
             )
 
 
+class HasReason(Protocol):
+    """What keeps why its last call was a miss; None where it was none."""
+
+    reason: FailureReason | None
+
+
+class NotedMisses:
+    """As `MissPolicy`, for the length of a ``with`` statement; `owner` keeps why it was a miss.
+
+    A class, because a generator in its place would cost each call three times as much.
+    """
+
+    __slots__ = ("_owner", "_policy")
+
+    def __init__(self, owner: HasReason, policy: MissPolicy) -> None:
+        self._owner, self._policy = owner, policy
+
+    def __enter__(self) -> None:
+        self._owner.reason = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        is_miss = error is not None and self._policy.__exit__(kind, error, traceback)
+        if is_miss:
+            self._owner.reason = self._policy.last_reason
+        return is_miss
+
+
 class CircuitState(Enum):
     """Whether requests are sent to the daemon."""
 
@@ -135,19 +164,18 @@ _NEXT: Final[Mapping[CircuitState, frozenset[CircuitState]]] = {
 
 
 class Circuit:
-    """Decides whether requests are sent, on the caller's clock. Sends nothing itself."""
+    """Decides whether requests are sent, on the caller's clock. Sends nothing itself.
+
+    Attributes:
+        state: the present one.
+    """
 
     def __init__(self) -> None:
-        self._state = _S.CLOSED
+        self.state = _S.CLOSED
         self._since_ns = 0  #: when the present state began
         self._closed_ns: int | None = None  #: when it was last closed after having been open
         self._pause_ns = 0
         self._misses = 0  #: calls since it is open
-
-    @property
-    def state(self) -> CircuitState:
-        """The present state."""
-        return self._state
 
     @property
     def probe_grace_end_ns(self) -> int:
@@ -156,7 +184,7 @@ class Circuit:
 
     def is_resting(self, now_ns: int) -> bool:
         """Whether it stays open even if the probe was answered."""
-        return self._state is _S.OPEN and now_ns < self._since_ns + self._pause_ns
+        return self.state is _S.OPEN and now_ns < self._since_ns + self._pause_ns
 
     def doubt(self, now_ns: int) -> None:
         """A request that may take long got no reply."""
@@ -176,13 +204,13 @@ class Circuit:
 
     def close(self, now_ns: int) -> None:
         """The probe was answered."""
-        if self._state is _S.OPEN:
+        if self.state is _S.OPEN:
             self._closed_ns = now_ns
             seconds = (now_ns - self._since_ns) / 1e9
             _log.info("kvcached replies again after %.1f s; %d calls were misses meanwhile", seconds, self._misses)
         self._go(_S.CLOSED, now_ns)
 
     def _go(self, state: CircuitState, now_ns: int) -> None:
-        if state not in _NEXT[self._state]:
-            raise RuntimeError(f"circuit: {self._state.value} to {state.value}")
-        self._state, self._since_ns = state, now_ns
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"circuit: {self.state.value} to {state.value}")
+        self.state, self._since_ns = state, now_ns

@@ -104,7 +104,8 @@ class SessionChannel(Channel):
             self._circuit.note_miss()
             if not isinstance(request, (Release, Bye)):
                 raise self._circuit_open()
-        self.give_back_late()
+        if self._calls.has_orphans:
+            self.give_back_late()
         self.posted.collect(self.has_come)
         try:
             super()._send_request(request, frames, deadline_ns)
@@ -117,7 +118,7 @@ class SessionChannel(Channel):
     @property
     def _is_queueing(self) -> bool:
         """As for every channel; and while the daemon does not reply, so that no release costs a deadline, too."""
-        return super()._is_queueing or self._circuit.state is not CircuitState.CLOSED
+        return self._never_waits or self._circuit.state is not CircuitState.CLOSED
 
     @by_one_thread
     def settle(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvcached_client import Client, DaemonUnreachable, DeadlineExceeded, ErrorCode, RequestError, prefetch
-from kvcached_client.errors import request_error
+from kvcached_client.errors import DaemonSilent, request_error
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol.engine import Header, Match, Prefetch, Prefetched, Request, error_reply
 from tests.client.fake_daemon import SILENCE, FakeDaemon
@@ -131,7 +131,10 @@ def test_refused_prefetch_says_so(daemon: FakeDaemon, connect: Connect) -> None:
 def test_request_is_sent_within_the_channels_deadline(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon that reads nothing holds up who asks it for a prefetch no longer than for anything else."""
     client = connect(deadline_ms=200)
-    channel, deadlines = client._channel, []
-    monkeypatch.setattr(channel, "_send", lambda _, deadline_ns: deadlines.append(deadline_ns))
-    client.begin_prefetch(client.chain(range(9)), deadline_ms=60_000)
-    assert deadlines[0] <= channel.deadline_ns()
+    channel = client._channel
+    deadlines: list[int] = []
+    monkeypatch.setattr(channel._connection, "send", lambda *_, **__: False)
+    monkeypatch.setattr(channel, "_poll", deadlines.append)
+    with pytest.raises(DaemonSilent):
+        client.begin_prefetch(client.chain(range(9)), deadline_ms=60_000)
+    assert 0 < deadlines[-1] <= channel.deadline_ns()

@@ -86,7 +86,7 @@ def test_commands_ask_a_daemon_on_another_machine(remote: Remote) -> None:
 
 
 def test_client_finds_the_next_daemon_at_the_same_port(tmp_path: Path, remote: Remote) -> None:
-    """A connection of the SDK outlives its daemon: a call meanwhile fails, one after the restart is answered."""
+    """A connection of the SDK outlives its daemon: a call meanwhile fails, one after a restart is answered."""
     (directory := tmp_path / "other").mkdir()
     there = remote._replace(endpoint=f"tcp://127.0.0.1:{free_port()}")
     config = remote.config.replace(remote.endpoint.removeprefix("tcp://"), there.endpoint.removeprefix("tcp://"))
@@ -97,4 +97,6 @@ def test_client_finds_the_next_daemon_at_the_same_port(tmp_path: Path, remote: R
         with pytest.raises(DaemonUnreachable):
             admin.stats()
         with started(directory, config):
+            assert admin.stats().daemon_epoch != epoch
+        with started(directory, config):  # nobody has called meanwhile
             assert admin.stats().daemon_epoch != epoch
