@@ -36,6 +36,7 @@ else:
     native_xxh3_blocks = _native_keys.xxh3_blocks
 
 KeyAlgorithm = Literal["blake3", "xxh3"]
+_ALGORITHMS: Final = get_args(KeyAlgorithm)
 #: Integers, an integer array of one dimension, or raw bytes that hold little-endian int32.
 Tokens: TypeAlias = (
     "Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]] | array[int] | bytes | bytearray | memoryview"
@@ -161,7 +162,7 @@ def _check_array(tokens: np.ndarray[Any, Any]) -> memoryview:
         if tokens.dtype.kind not in "iu":
             raise bad_value(f"tokens are {tokens.dtype}", f"integers from 0 to {TOKEN_MAX}")
         if tokens.dtype == np.int32:  # negative tokens are large ones, so that one look is enough
-            highest = int(tokens.view(np.uint32).max())
+            highest = int(np.maximum.reduce(tokens.view(np.uint32)))  # which `max` calls after some detours
             if highest > TOKEN_MAX:
                 raise _token_out_of_range(int(tokens.min()))
             return np.ascontiguousarray(tokens, "<i4").view(np.uint8).data
@@ -207,8 +208,8 @@ def _xxh3_blocks(parent: bytes, data: memoryview, block_bytes: int) -> tuple[byt
 
 
 def _check_algorithm(algorithm: str) -> None:
-    if algorithm not in get_args(KeyAlgorithm):
-        raise bad_value(f"key algorithm {algorithm!r}", f"one of {', '.join(get_args(KeyAlgorithm))}")
+    if algorithm not in _ALGORITHMS:
+        raise bad_value(f"key algorithm {algorithm!r}", f"one of {', '.join(_ALGORITHMS)}")
 
 
 def _hash_of(algorithm: str) -> _Hash:

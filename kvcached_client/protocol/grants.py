@@ -272,6 +272,8 @@ def check_number(what: str, number: object) -> int:
     Raises:
         BadRequest: it is something else.
     """
+    if type(number) is int:  # as nearly all are
+        return number
     try:
         if not isinstance(number, bool):
             return index(number)  # type: ignore[arg-type]
