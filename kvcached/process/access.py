@@ -142,9 +142,11 @@ class Grants:
         Raises:
             Refused: `forbidden`.
         """
-        if not self.is_own and not self.roles & roles_for(request):
+        if self.is_own:
+            return
+        if not self.roles & roles_for(request):
             self._refuse(roles_for(request), str(type(request).__struct_config__.tag))
-        if isinstance(request, wire.Pin | wire.Unpin) and not self.is_own and Role.OPERATE not in self.roles:
+        if isinstance(request, (wire.Pin, wire.Unpin)) and Role.OPERATE not in self.roles:
             self._check_target(request.target)
 
     def check_engine(self, what: str) -> None:

@@ -10,7 +10,7 @@ from kvcached.process.access import Access, Grants
 from kvcached.server.connections import ConnectionLimits, Origin
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.greeting import ProtocolViolation
-from kvcached_client.protocol.zmtp import Message, encode_message
+from kvcached_client.protocol.zmtp import Message, message_pieces
 
 
 class IncomingReader(Protocol):
@@ -97,7 +97,7 @@ class Connection:
 
     def encode(self, parts: list[bytes]) -> bytes:
         """A message as this connection's peer expects it."""
-        return encode_message(parts)
+        return b"".join(message_pieces(parts))
 
     @property
     def held_bytes(self) -> int:

@@ -138,7 +138,8 @@ class RpcServer:
             self._send_replies(connection)
             if not connection.is_open:  # too much was unsent
                 return
-        self._watch(connection, 0)
+        if connection.watched_events:
+            self._watch(connection, 0)
         if connection.unsent:
             self._handler.count("dropped_replies")
         self._held.count(connection, 0)
@@ -248,10 +249,13 @@ class RpcServer:
         """Watch a connection, queue it for its next turn, or leave it until its peer has read."""
         if not connection.is_open or (loop := self._loop) is None:
             return
-        is_read = not connection.unsent and connection not in self._pauses
+        is_paused = connection in self._pauses
+        is_read = not (connection.unsent or is_paused)
         has_more = connection.reader.has_more
         events = select.EPOLLIN * (is_read and not has_more) | select.EPOLLOUT * bool(connection.unsent)
-        self._watch(connection, events or select.EPOLLERR * (connection in self._pauses))  # the end is always told
+        events = events or select.EPOLLERR * is_paused  # the end is always told
+        if events != connection.watched_events:
+            self._watch(connection, events)
         if is_read and has_more and not connection.is_queued:
             connection.is_queued = True
             if not self._queues:
@@ -264,9 +268,7 @@ class RpcServer:
                 self._drop_largest()
 
     def _watch(self, connection: Connection, events: int) -> None:
-        """Hear of these events of a connection from now on; of its end, too, where there are any."""
-        if events == connection.watched_events:
-            return
+        """Hear of other events of a connection from now on; of its end, too, where there are any."""
         if not events:
             self._ready.unregister(connection.descriptor)
             del self._watched[connection.descriptor]

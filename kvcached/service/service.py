@@ -112,7 +112,7 @@ class Service:
         book: TokenBook | None = None,
         later: Later = later,
     ) -> None:
-        self._cache = cache
+        self._cache, self._counters = cache, cache.counters
         self._replicas = {replica.name: replica for replica in replicas}
         self._now_ms, self._endpoint = now_ms, endpoint
         self.request_times, self.copy_times = RequestTimes(get_args(wire.Request)), CopyTimes()
@@ -181,7 +181,7 @@ class Service:
         fit it.
         """
         began_ns, verb = perf_counter_ns(), type(request)
-        self.count("requests")
+        self._counters["requests"] += 1
         answer: Answer | None
         respond = self._stories.begin(peer, request, respond)
         try:
@@ -190,7 +190,9 @@ class Service:
             if late is not None:
                 answer = late(peer, request, frames, self.request_times.timed(respond, verb, began_ns))
             else:
-                answer = self._kept_answer(peer, request) or self._serve(peer, request, frames)
+                group = self._groups.of_connection(peer)  # a request that comes again gets the answer of the first
+                kept = None if group is None else group.answers.find(request)
+                answer = kept or self._serve(peer, request, frames)
             if answer is not None:  # an error below would be a second reply to a request whose reply is pending
                 self.carry_out()
         except REFUSED as error:
@@ -221,24 +223,21 @@ class Service:
 
     def count(self, what: str) -> None:
         """Count something that happened."""
-        self._cache.counters[what] += 1
+        self._counters[what] += 1
 
     def _serve(self, peer: bytes, request: wire.Request, frames: list[bytes]) -> Answer:
+        verb = type(request)
+        is_kept = verb in _KEPT
         try:
-            answer = self._verbs[type(request)](peer, request, frames)
+            answer = self._verbs[verb](peer, request, frames)
         except REFUSED as error:
-            if type(request) not in _KEPT:
+            if not is_kept:
                 raise
             answer = Answer(wire.error_reply(request.id, self.refused(error)))
-        is_kept = type(request) in _KEPT or (isinstance(answer.header, wire.Acquired) and answer.header.loads)
+        is_kept = is_kept or (isinstance(answer.header, wire.Acquired) and bool(answer.header.loads))
         if is_kept and (group := self._groups.of_connection(peer)) is not None:
             group.answers.keep(request, answer)
         return answer
-
-    def _kept_answer(self, peer: bytes, request: wire.Request) -> Answer | None:
-        """The answer that this request already got, so that a retry has one effect and one answer."""
-        group = self._groups.of_connection(peer)
-        return None if group is None else group.answers.find(request)
 
     # --- what the core wants done -----------------------------------------------------------------------------------
 
