@@ -15,6 +15,7 @@ A `PendingCalls` gives requests their ids, turns them into message parts, and pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvcached_client.errors import (
@@ -65,11 +66,13 @@ class Orphan(NamedTuple):
     load: TransferId
 
 
-class _GivenUp(NamedTuple):
-    """An abandoned acquire: its name, and the lease that a repetition of it got."""
+@dataclass(slots=True)
+class _GivenUp:
+    """Abandoned acquires of one name: how many have no reply, and the lease that the next repetition of them got."""
 
     name: str
-    repeated: LeaseId | None
+    count: int = 0
+    repeated: LeaseId | None = None
 
 
 class PendingCalls:
@@ -84,8 +87,9 @@ class PendingCalls:
         self._acquires: dict[str, RequestId] = {}
         #: Replies that were not taken yet, or the error of an unreadable one. Their requests are still pending.
         self._answers: dict[RequestId, Answer | RequestError] = {}
-        #: Abandoned acquires by id, whose grants may still arrive.
+        #: Abandoned acquires by id, whose grants may still arrive; and by name, those that no repetition has followed.
         self._abandoned: dict[RequestId, _GivenUp] = {}
+        self._unrepeated: dict[str, _GivenUp] = {}
         #: What was granted to abandoned acquires by lease, with the acquires' names.
         self._orphans: dict[LeaseId, tuple[Orphan, str]] = {}
         #: Messages without a pending request: late, duplicate, or unexpected.
@@ -105,6 +109,11 @@ class PendingCalls:
     def has_answers(self) -> bool:
         """Whether a reply has arrived that was not taken."""
         return bool(self._answers)
+
+    @property
+    def may_grant_late(self) -> bool:
+        """Whether there are abandoned acquires without a reply."""
+        return bool(self._abandoned)
 
     def is_pending(self, request_id: RequestId) -> bool:
         """Whether a request is pending: its reply was not taken, and it was not abandoned."""
@@ -166,9 +175,8 @@ class PendingCalls:
             return request_id
         self.unpaired_count += 1
         given_up = self._abandoned.pop(request_id, None)
-        granted = _granted(answer)
-        if given_up is not None and granted is not None and granted.lease != given_up.repeated:
-            self._orphans[granted.lease] = granted, given_up.name
+        if given_up is not None:
+            self._note_late(given_up, _granted(answer))
         return None
 
     def take(self, request_id: RequestId) -> Answer | None:
@@ -189,14 +197,16 @@ class PendingCalls:
 
     def abandon(self, request_id: RequestId) -> None:
         """Stop waiting for a reply. The late grant of a pending acquire becomes an orphan."""
-        name = self._forget(request_id)
-        granted = _granted(self._answers.pop(request_id, None))
+        name, answer = self._forget(request_id), self._answers.pop(request_id, None)
         if name is None:
             return
+        granted = _granted(answer)
         if granted is not None:
             self._orphans[granted.lease] = granted, name
-            return
-        self._abandoned[request_id] = _GivenUp(name, None)
+        elif answer is None:  # else it was refused, and nothing will come
+            given_up = self._unrepeated.setdefault(name, _GivenUp(name))
+            given_up.count += 1
+            self._abandoned[request_id] = given_up
 
     def take_back(self, request_id: RequestId) -> None:
         """Forget a request that was not sent after all: nothing comes of it."""
@@ -231,9 +241,17 @@ class PendingCalls:
     def _adopt(self, name: str, lease: LeaseId) -> None:
         """The caller holds this lease: an abandoned acquire of the same name makes it no orphan."""
         self._orphans.pop(lease, None)
-        for request_id, given_up in self._abandoned.items():
-            if given_up.name == name:
-                self._abandoned[request_id] = _GivenUp(name, lease)
+        given_up = self._unrepeated.pop(name, None)
+        if given_up is not None:
+            given_up.repeated = lease
+
+    def _note_late(self, given_up: _GivenUp, granted: Orphan | None) -> None:
+        """An abandoned acquire has its reply."""
+        given_up.count -= 1
+        if not given_up.count and self._unrepeated.get(given_up.name) is given_up:
+            del self._unrepeated[given_up.name]
+        if granted is not None and granted.lease != given_up.repeated:
+            self._orphans[granted.lease] = granted, given_up.name
 
 
 def _encode(request: Request) -> bytes:

@@ -170,6 +170,24 @@ def test_late_lease_of_a_cancelled_task_is_given_back(daemon: FakeDaemon, is_rea
     assert [request.lease for request in daemon.of(Release) if isinstance(request, Release)] == [7]
 
 
+def test_refused_acquire_of_a_cancelled_task_leaves_nothing(daemon: FakeDaemon) -> None:
+    """A task that is cancelled when its refusal has been read waits for no lease: nothing is remembered of it."""
+    full = request_error(ErrorCode.NO_CAPACITY, "no", "stop")
+    daemon.script = lambda request, _: (error_reply(request.id, full), []) if isinstance(request, Acquire) else None
+
+    async def work(client: AsyncClient) -> bool:
+        waiting = asyncio.create_task(client.acquire("r", client.chain(range(8))))
+        await asyncio.sleep(0)  # it is sent
+        assert is_readable(client)
+        client._channel.over([])  # reads it, as a call of another task would
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return client._channel._calls.may_grant_late
+
+    assert not run(daemon, work)
+
+
 def test_release_that_is_cancelled_before_its_turn_is_sent(daemon: FakeDaemon) -> None:
     """A lease is given back once its call under way is over, though the task that leaves it is cancelled again."""
 

@@ -214,6 +214,37 @@ def test_session_forgets_no_acquire_that_may_be_granted(monkeypatch: pytest.Monk
         session.take_back(RequestId(another.id))
 
 
+def test_session_forgets_an_acquire_that_was_refused_before_it_was_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease comes of it any more, so that however many there were, another acquire is sent."""
+    monkeypatch.setattr(calls, "ACQUIRES_MAX", 3)
+    session = PendingCalls()
+    for _ in range(4):
+        request = acquire_request(session)
+        session.send(request, (KEY,), deadline_ns=10)
+        session.receive(
+            reply(ErrorReply(id=request.id, code=ErrorCode.NO_CAPACITY, fault=Fault.CALLER, message="m", fix="f"))
+        )
+        session.abandon(RequestId(request.id))
+    assert (session.may_grant_late, session.orphans()) == (False, [])
+
+
+def test_session_adopts_a_lease_for_the_acquires_before_its_own() -> None:
+    """One that was sent behind the repetition that got a lease, and is given up, is a lease that nobody has."""
+    session = PendingCalls()
+    first, repetition, later = (acquire_request(session) for _ in range(3))
+    session.send(first, (KEY,), deadline_ns=10)
+    session.expire(10)
+    session.send(repetition, (KEY,), deadline_ns=20)
+    session.receive(reply(Acquired(id=repetition.id, lease=7, hit=0, ready=0), b"", b""))
+    assert session.take(RequestId(repetition.id)) is not None
+    session.send(later, (KEY,), deadline_ns=20)
+    session.expire(20)
+    session.receive(reply(Acquired(id=later.id, lease=7, hit=0, ready=0), b"", b""))
+    assert session.orphans() == [(7, 0)]
+    session.receive(reply(Acquired(id=first.id, lease=7, hit=0, ready=0), b"", b""))
+    assert (session.orphans(), session.may_grant_late) == ([(7, 0)], False)
+
+
 def test_session_unreadable_reply_fails_its_request() -> None:
     """A reply whose id can be read but whose rest cannot raises in its own request only."""
     session = PendingCalls()
