@@ -342,9 +342,9 @@ class Client(ClientSteps, ReportCalls, PrefetchCalls):
 
         Cached blocks that are only in host memory may still be loading when it returns: see `Lease.is_loading`.
 
-        After a missed deadline, a call with the same `request` gets the same lease; at any other time it is refused
-        until that lease is released. If copies in flight are about to free slots, it waits for them, within its
-        deadline.
+        After a missed deadline, a call with the same `request` gets the same lease, or another one in its place; at any
+        other time it is refused until that lease is released. If copies in flight are about to free slots, it waits for
+        them, within its deadline.
 
         If the prompt begins with one that this session has acquired, as the next turn of a conversation does, only the
         keys behind the earlier prompt are sent.

@@ -192,7 +192,8 @@ class OffloadClient(EngineSession):
     ) -> PendingReply[Hold]:
         """Lock the longest prefix of a prompt that the host pool holds.
 
-        A call with the same `request` gets the same lease after a missed deadline, and is refused at any other time.
+        After a missed deadline, a call with the same `request` gets the same lease, or another one in its place. At any
+        other time it is refused.
 
         Args:
             request: the engine's own id of the request, at most 256 characters.

@@ -104,6 +104,9 @@ class SessionChannel(Channel):
             self._circuit.note_miss()
             if not isinstance(request, (Release, Bye)):
                 raise self._circuit_open()
+        if self._calls.may_grant_late:
+            self._check_usable()
+            self._poll(0)  # a lease that has come is given back now: it is in the way of an acquire of its name
         if self._calls.has_orphans:
             self.give_back_late()
         self.posted.collect(self.has_come)
