@@ -15,7 +15,7 @@ from kvcached_client.keys import KeyChain
 from kvcached_client.lease_steps import LeaseSteps
 from kvcached_client.protocol.engine import KNOWN_BLOCKS_MIN, Acquire, Acquired, Release
 from kvcached_client.protocol.fields import PRIORITY_MAX, PRIORITY_MIN, TENANT_CHARS_MAX
-from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, check_number, grant_of
+from kvcached_client.protocol.grants import NOTHING, Grant, blocks_of, check_number, check_request, grant_of
 from kvcached_client.rejoin import Reserve
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import Steps, complete
@@ -180,6 +180,7 @@ def acquiring(
 ) -> Steps[L]:
     """`Client.acquire`, in steps. The prompt is what the chain holds at the first one; `make` is the lease's class."""
     check_chain(chain)
+    check_request(name)
     tokens, key_count = chain.token_count, chain.block_count
     reserve_tokens, priority = check_number("reserve_tokens", reserve_tokens), check_number("priority", priority)
     _check_prompt(tokens, prompt_tokens, reserve_tokens, cache, priority)

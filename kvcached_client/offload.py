@@ -49,6 +49,7 @@ from kvcached_client.protocol.grants import (
     PreparedLoad,
     PreparedStore,
     check_keys,
+    check_number,
     check_token_ids,
     hold_of,
     offered_frames,
@@ -173,7 +174,8 @@ class OffloadClient(EngineSession):
 
     def begin_match(self, keys: bytes, tokens: int, *, full: bool = False) -> PendingReply[int]:
         """How many leading blocks the host pool holds. Locks nothing."""
-        request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=tokens, full=full)
+        number = check_number("tokens", tokens)
+        request = Match(id=self._channel.next_id(), epoch=self.epoch, tokens=number, full=full)
         self._channel.send(request, (check_keys(keys),))
         return PendingReply(lambda: self._channel.receive(request, Matched)[0].host)
 
@@ -208,17 +210,18 @@ class OffloadClient(EngineSession):
             Refused: the request has a lease already, or is being acquired (`request_conflict`).
         """
         self._holds.check_unused(request)
-        request_id, known = self._channel.next_id(), self._channel.prompts.known_blocks(check_keys(keys))
+        keys = check_keys(keys)
+        request_id, known = self._channel.next_id(), self._channel.prompts.known_blocks(keys)
         asked = Acquire(
             id=request_id,
             epoch=self.epoch,
             request=request,
-            tokens=tokens,
+            tokens=check_number("tokens", tokens),
             full=full,
-            priority=priority,
+            priority=check_number("priority", priority),
             tenant=tenant,
             known=known,
-            load_from=load_from,
+            load_from=None if load_from is None else check_number("load_from", load_from),
         )
         self._channel.send(asked, (keys_behind(keys, known),))
         return PendingReply(partial(self._held, asked, keys))
@@ -269,6 +272,7 @@ class OffloadClient(EngineSession):
             Refused: `hit_gone`: the blocks no longer exist, because the namespace was cleared or they proved bad.
             DaemonFailure: `paused`: an administrator has paused copies. Compute the blocks, as after `hit_gone`.
         """
+        start, blocks = check_number("start", start), check_number("blocks", blocks)
         request = PrepareLoad(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start, blocks=blocks)
         self._preparations.send(request)
         return PendingReply(partial(self._load_prepared, request))
@@ -293,9 +297,10 @@ class OffloadClient(EngineSession):
             token_ids: tokens of all of the blocks as little-endian int32, for routers; -1 throughout a block whose
                 tokens they may not know. Passed over unless `tells_tokens`.
         """
+        start, keys = check_number("start", start), check_keys(keys)
         request = PrepareStore(id=self._channel.next_id(), epoch=self.epoch, lease=lease, start=start)
         check_token_ids(keys, token_ids, self._block_size)
-        frames = with_tokens(check_keys(keys), token_ids, are_wanted=self.tells_tokens)
+        frames = with_tokens(keys, token_ids, are_wanted=self.tells_tokens)
         self._preparations.send(request, frames)
         return PendingReply(partial(self._store_prepared, request, frames))
 
@@ -313,6 +318,7 @@ class OffloadClient(EngineSession):
         Returns:
             For each offer what `prepare_store` returns, or the error that it raises.
         """
+        offers = [each.checked() for each in offers]
         named = tuple(StoreOffer(each.lease, each.start, len(each.keys) // KEY_SIZE_BYTES) for each in offers)
         request = PrepareStores(id=self._channel.next_id(), epoch=self.epoch, offers=named, releases=tuple(releases))
         frames = offered_frames(offers, self._block_size if self.tells_tokens else 0)
@@ -347,6 +353,7 @@ class OffloadClient(EngineSession):
         Raises:
             RequestError: over the quota (`limit`).
         """
+        ttl_ms = check_number("ttl_ms", ttl_ms)
         request = Pin(id=self._channel.next_id(), target=self._namespace, ttl_ms=ttl_ms)
         return self._channel.ask(request, Pinned, (check_keys(keys),))[0].host
 

@@ -41,6 +41,7 @@ from kvcached_client.errors import (
 from kvcached_client.failpoints import failpoint
 from kvcached_client.protocol.attach import JoinedHost
 from kvcached_client.protocol.engine import Settled, TransferDone
+from kvcached_client.protocol.grants import check_number
 from kvcached_client.protocol.offload import ERROR_LENGTH_MAX, LEASES_PER_MESSAGE_MAX, CopyKind
 from kvcached_client.transport.attach import SessionGrant, join_host
 from kvcached_client.transport.channel import Channel
@@ -141,7 +142,7 @@ class OffloadShard:
             DaemonFailure: the memory is not sealed, too small, or cannot be mapped.
             DeviceError: the tensors are on a CUDA device that this process cannot use.
         """
-        joined = join_host(grant, shard, deadline_ms=deadline_ms)
+        joined = join_host(grant, check_number("shard", shard), deadline_ms=deadline_ms)
         memory: _Memory | None = None
         try:
             memory = _map(joined.joined, joined.memory, pages, confirm)

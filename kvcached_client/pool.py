@@ -26,6 +26,7 @@ from kvcached_client.blocks.mapping import Buffer, map_sealed, prefer_huge_pages
 from kvcached_client.blocks.progress import ProgressReader
 from kvcached_client.errors import ErrorCode, request_error
 from kvcached_client.protocol.engine import LoadTicket
+from kvcached_client.protocol.grants import check_number
 from kvcached_client.transport.attach import JoinedMemory, SessionGrant, close_all, join
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def map_pool(grant: SessionGrant, shard: int = 0, *, deadline_ms: int = 5000) ->
         DaemonFailure: the memory is not sealed, not of the right size, or cannot be mapped.
         DeviceError: this process has no CUDA driver, does not see the device, or the driver refused to map it.
     """
-    memory = join(grant, shard, deadline_ms=deadline_ms)
+    memory = join(grant, check_number("shard", shard), deadline_ms=deadline_ms)
     try:
         return _map(memory)
     except BaseException:

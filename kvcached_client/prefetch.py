@@ -8,7 +8,7 @@ from typing import NamedTuple, TypedDict, Unpack
 from kvcached_client.keys import KeyChain
 from kvcached_client.lease import check_chain, check_kind, check_tenant
 from kvcached_client.protocol.engine import Prefetch, Prefetched
-from kvcached_client.protocol.grants import with_tokens
+from kvcached_client.protocol.grants import check_number, check_real, with_tokens
 from kvcached_client.protocol.sessions import PREFETCH_DEADLINE_MS_MAX, StopPolicy
 from kvcached_client.transport.session import SessionChannel
 from kvcached_client.transport.steps import Steps, complete
@@ -62,16 +62,16 @@ class PendingPrefetch:
         tenant: str = "",
         token_ids: bytes | None = None,
     ) -> None:
-        most_ms = PREFETCH_DEADLINE_MS_MAX if deadline_ms is None else deadline_ms
+        most_ms = PREFETCH_DEADLINE_MS_MAX if deadline_ms is None else check_number("deadline_ms", deadline_ms)
         self._channel = channel
         self.request = Prefetch(
             id=channel.next_id(),
             epoch=epoch,
-            tokens=tokens,
+            tokens=check_number("tokens", tokens),
             full=full,
             stop=stop,
             deadline_ms=most_ms,
-            prefill_tokens_per_s=prefill_tokens_per_s,
+            prefill_tokens_per_s=check_real("prefill_tokens_per_s", prefill_tokens_per_s),
             tenant=tenant,
         )
         deadline_ns = time.monotonic_ns() + (most_ms + _WAY_MS) * 1_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from operator import index
 from typing import Any, Final, NamedTuple
 
@@ -78,7 +79,7 @@ class PreparedLoad(NamedTuple):
         Raises:
             BadRequest: `keys` or `blocks` do not cover the prepared blocks.
         """
-        span = _span_of(Piece(self.start, len(self.slots)), self.slots, keys, blocks, first)
+        span = _span_of(Piece(self.start, len(self.slots)), self.slots, check_keys(keys), blocks, first)
         return BlockJob(self.transfer, self.generation, (span,), self.start)
 
 
@@ -128,7 +129,7 @@ class PreparedStore(NamedTuple):
         Raises:
             BadRequest: `keys` or `blocks` do not cover the pieces.
         """
-        spans, at = [], 0
+        spans, at, keys = [], 0, check_keys(keys)
         for piece in self.pieces:
             spans.append(_span_of(piece, self.slots[at : at + piece.blocks], keys, blocks, first))
             at += piece.blocks
@@ -145,6 +146,14 @@ class Offered(NamedTuple):
 
     def __repr__(self) -> str:
         return f"Offered(lease={self.lease}, start={self.start}, blocks={len(self.keys) // KEY_SIZE_BYTES})"
+
+    def checked(self) -> Offered:
+        """The same, its start an int and its keys bytes.
+
+        Raises:
+            BadRequest: as `check_number` and `check_keys`.
+        """
+        return Offered(self.lease, check_number("start", self.start), check_keys(self.keys), self.token_ids)
 
 
 def with_tokens(keys: bytes, token_ids: bytes | None, *, are_wanted: bool) -> tuple[bytes, ...]:
@@ -199,8 +208,10 @@ class Holds:
         """Refuse a request that has a lease: who acquires again would be given the same one.
 
         Raises:
+            BadRequest: as `check_request`.
             Refused: the lease was not given back.
         """
+        check_request(request)
         if request in self._leases:
             raise request_in_use(request, "has a lease that is not released")
 
@@ -255,15 +266,36 @@ def hold_of(held: Held, frames: list[bytes], blocks: int, load_from: int | None)
     return Hold(lease, held.hit, held.filling, load)
 
 
-def check_keys(keys: bytes) -> bytes:
-    """Packed keys, as they are.
+def check_keys(keys: bytes | bytearray | memoryview) -> bytes:
+    """Packed keys as bytes, which nobody changes later.
 
     Raises:
         BadRequest: they are something else, such as a chain.
     """
     if not isinstance(keys, (bytes, bytearray, memoryview)):
         raise bad_value(f"a {type(keys).__name__} in place of keys", "pass chain.keys, or chain.key_range(start, stop)")
-    return keys
+    return keys if isinstance(keys, bytes) else bytes(keys)
+
+
+def check_request(request: object) -> None:
+    """Refuse what is no request's id.
+
+    Raises:
+        BadRequest: it is no text.
+    """
+    if not isinstance(request, str):
+        raise bad_value(f"a {type(request).__name__} in place of a request's id", "give each request a text as its id")
+
+
+def check_real(what: str, number: object) -> float:
+    """A number as a float.
+
+    Raises:
+        BadRequest: it is something else.
+    """
+    if isinstance(number, Real) and not isinstance(number, bool):
+        return float(number)
+    raise bad_value(f"{what} {number!r}", "give a number")
 
 
 def check_number(what: str, number: object) -> int:

@@ -230,7 +230,7 @@ def _ask(
     run_dir: str | os.PathLike[str], question: Attach, expected: type[A], descriptor_count: int, deadline_ms: int
 ) -> tuple[AttachConnection, A, list[int]]:
     """Send a question on a new connection; the connection, the expected reply, and that many descriptors."""
-    check_deadline(deadline_ms)
+    deadline_ms = check_deadline(deadline_ms)
     deadline_ns = time.monotonic_ns() + deadline_ms * 1_000_000
     path = socket_path(run_dir, ATTACH_SOCKET_NAME)
     connection = local_socket(path, socket.SOCK_SEQPACKET)

@@ -58,18 +58,17 @@ class Channel(OneThread):
             ValueError: `deadline_ms` is less than 1, or more than `DEADLINE_MS_MAX`.
         """
         super().__init__()
-        check_deadline(deadline_ms)
+        self.deadline_ms = check_deadline(deadline_ms)
         self.endpoint = endpoint if isinstance(endpoint, str) else endpoint.endpoint
         self.is_closed = False
         self.is_gone = False  #: the daemon closed a connection; this channel is unusable
-        self.deadline_ms = deadline_ms
         self.path = self.endpoint.removeprefix(_IPC)
         self._place = self.path if isinstance(endpoint, str) else endpoint
         self._attached = attached
         self._never_waits = False
         self._calls = PendingCalls()
         self._is_news = False  #: messages have arrived since the last `listen`
-        self._connection = Connection(self._place, deadline_ms=deadline_ms)
+        self._connection = Connection(self._place, deadline_ms=self.deadline_ms)
         self._usual_poller = self._new_poller()  #: while all is sent
 
     def never_wait(self) -> None:

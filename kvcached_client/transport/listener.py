@@ -8,6 +8,7 @@ import resource
 import socket
 import stat
 import struct
+from operator import index
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -55,18 +56,23 @@ def listener_of(connection: socket.socket) -> Listener:
     return Listener(pid, user)
 
 
-def check_deadline(deadline_ms: object) -> None:
-    """Refuse a deadline that has passed before anything is sent, and one that is too far away to wait for.
+def check_deadline(deadline_ms: object) -> int:
+    """A deadline as an int: not one that has passed before anything is sent, nor one that is too far to wait for.
 
     Raises:
         ValueError: it is no whole number, less than 1 ms, or more than `DEADLINE_MS_MAX`.
     """
-    if not isinstance(deadline_ms, int) or isinstance(deadline_ms, bool):
-        raise ValueError(f"deadline_ms is {deadline_ms!r}, a whole number is needed")  # noqa: TRY004 - as below
-    if deadline_ms < 1:
-        raise ValueError(f"deadline_ms is {deadline_ms}, at least 1 is needed")
-    if deadline_ms > DEADLINE_MS_MAX:
-        raise ValueError(f"deadline_ms is {deadline_ms}, at most {DEADLINE_MS_MAX}, 24 days, is possible")
+    try:
+        number = None if isinstance(deadline_ms, bool) else index(deadline_ms)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise ValueError(f"deadline_ms is {deadline_ms!r}, a whole number is needed")
+    if number < 1:
+        raise ValueError(f"deadline_ms is {number}, at least 1 is needed")
+    if number > DEADLINE_MS_MAX:
+        raise ValueError(f"deadline_ms is {number}, at most {DEADLINE_MS_MAX}, 24 days, is possible")
+    return number
 
 
 def local_socket(path: str, kind: socket.SocketKind) -> socket.socket:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvcached_client.blocks.jobs import BlockJob
 from kvcached_client.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -29,6 +30,8 @@ from kvcached_client.protocol.engine import (
     LoadPrepared,
     Pin,
     Pinned,
+    Prefetch,
+    Prefetched,
     PrepareLoad,
     PrepareStore,
     PrepareStores,
@@ -82,6 +85,8 @@ class Script:
                 return Settled(id=request.id), []
             case Release() if self.refusal is not None:
                 return error_reply(request.id, request_error(self.refusal, "no", "see")), []
+            case Prefetch():
+                return Prefetched(id=request.id, blocks=2, fetched=0, is_over=True, reason="stored"), []
             case Pin():
                 return Pinned(id=request.id, device=0, host=2), []
         return None
@@ -319,6 +324,29 @@ def test_requests_may_be_sent_before_the_first_answer_is_fetched(client: Offload
         type(request) for request, _ in daemon.requests if isinstance(request, Acquire | PrepareLoad | PrepareStore)
     ]
     assert kinds == [Acquire, PrepareStore, PrepareLoad]
+
+
+@pytest.mark.parametrize("kind", [bytearray, lambda keys: memoryview(bytearray(keys)), memoryview])
+def test_keys_are_those_that_were_given(
+    daemon: FakeDaemon, client: OffloadClient, kind: Callable[[bytes], Any]
+) -> None:
+    """Keys in memory that may be written to are copied when they are given: leases and copies go by these."""
+    keys = b"".join(number.to_bytes(KEY_SIZE_BYTES, "big") for number in range(1, 101))
+    given = kind(keys)
+    acquire = client.begin_acquire("r", given, 100 * 16)
+    store = client.begin_prepare_store(LeaseId(1), 0, kind(keys[:32]))
+    match, prefetch = client.begin_match(given, 100 * 16), client.begin_prefetch(given, 100 * 16)
+    stores = client.begin_prepare_stores([Offered(LeaseId(1), 0, given)])
+    if not memoryview(given).readonly:
+        given[:] = bytes(len(keys))
+    assert acquire.result() == (1, 2, 3, None)
+    assert (match.result(), prefetch.result().blocks) == (0, 2)
+    job = store.result().job(kind(keys), range(2))
+    assert BlockJob.from_bytes(job.to_bytes()).spans[0].keys == keys[:32]
+    assert isinstance(stores.result()[0], PreparedStore)
+    frames = [sent for request, sent in daemon.requests if not isinstance(request, HelloOffload)]
+    assert frames == [[keys], [keys[:32]], [keys], [keys], [keys]]
+    assert client.pin(kind(keys), ttl_ms=1000) == 2
 
 
 def test_next_turn_sends_the_keys_behind_the_last_prompt(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from kvcached_client import AsyncClient, BadRequest, Client
+from kvcached_client import AsyncClient, BadRequest, Client, RequestError, map_pool
 from kvcached_client.errors import ErrorCode, Fault, request_error
-from kvcached_client.offload import OffloadClient, OffloadLayout
+from kvcached_client.offload import Offered, OffloadClient, OffloadLayout
 from kvcached_client.protocol.engine import Acquire, ErrorReply, Hello, HelloOffload, decode_request, encode
 from kvcached_client.protocol.fields import Header
 from kvcached_client.transport.wording import about_argument
+from kvcached_client.types import LeaseId
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.test_offload import Script
 
@@ -113,6 +115,69 @@ def test_argument_of_another_type_names_itself(daemon: FakeDaemon, connect: Call
     offload = OffloadClient.connect(daemon.run_dir, **GOOD, layout=layout)
     with offload, pytest.raises(BadRequest, match="tenant of acquire: expected str, got int"):
         offload.acquire("r", bytes(16), 17, tenant=anyone)
+
+
+@pytest.fixture
+def offload(daemon: FakeDaemon) -> Iterator[OffloadClient]:
+    """A client in offload mode, whose daemon answers in a script's words."""
+    daemon.script = Script()
+    layout = OffloadLayout(**LAYOUT)  # type: ignore[arg-type]
+    with OffloadClient.connect(daemon.run_dir, **GOOD, layout=layout) as connected:
+        yield connected
+
+
+#: Calls in offload mode that a number goes into, and the name of the argument.
+OFFLOAD_CALLS: dict[str, Callable[[OffloadClient, Any], object]] = {
+    "tokens of match": lambda client, number: client.match(bytes(16), number),
+    "tokens of acquire": lambda client, number: client.acquire(str(number), bytes(80), number),
+    "tokens of prefetch": lambda client, number: client.prefetch(bytes(16), number),
+    "priority": lambda client, number: client.acquire(str(number), bytes(80), 81, priority=number),
+    "load_from": lambda client, number: client.acquire(str(number), bytes(80), 81, load_from=number),
+    "start of a load": lambda client, number: client.prepare_load(LeaseId(1), number, 2),
+    "blocks": lambda client, number: client.prepare_load(LeaseId(1), 0, number),
+    "start of a store": lambda client, number: client.prepare_store(LeaseId(1), number, bytes(32)),
+    "start of stores": lambda client, number: client.begin_prepare_stores([Offered(LeaseId(1), number, bytes(32))]),
+    "ttl_ms": lambda client, number: client.pin(bytes(16), ttl_ms=number),
+    "deadline_ms": lambda client, number: client.prefetch(bytes(16), 17, deadline_ms=number),
+    "prefill_tokens_per_s": lambda client, number: client.prefetch(bytes(16), 17, prefill_tokens_per_s=number),
+}
+
+
+@pytest.mark.parametrize("call", OFFLOAD_CALLS)
+def test_numbers_of_numpy_are_numbers(offload: OffloadClient, call: str) -> None:
+    """A client in offload mode takes them, and what is no number is told with the name of its argument."""
+    OFFLOAD_CALLS[call](offload, np.int64(call != "load_from"))
+    words = f"{call.partition(' ')[0]} 'many' .give a (whole )?number"
+    with pytest.raises(BadRequest, match=words):
+        OFFLOAD_CALLS[call](offload, "many")
+
+
+def test_deadlines_and_shards_of_numpy_are_numbers(daemon: FakeDaemon) -> None:
+    """Connecting and joining take them, and a shard that is no number is told as one."""
+    two_seconds, nothing = cast("int", np.int32(2000)), cast("int", np.int64(0))
+    with Client.connect(daemon.run_dir, deadline_ms=two_seconds, reserve_blocks=nothing) as client:
+        assert client.match(client.chain(range(8))) == 2
+        with pytest.raises(BadRequest, match=r"shard 'first' .give a whole number"):
+            map_pool(client.session, cast("Any", "first"))
+        with pytest.raises(RequestError, match="answered Joined with 0 descriptors"):  # it was asked
+            map_pool(client.session, nothing, deadline_ms=two_seconds)
+    for deadline_ms in ("soon", True, 2.0):
+        with pytest.raises(ValueError, match=f"deadline_ms is {deadline_ms!r}, a whole number"):
+            Client.connect(daemon.run_dir, deadline_ms=cast("Any", deadline_ms))
+
+
+def test_id_of_a_request_is_text(offload: OffloadClient) -> None:
+    """Another type is refused as such, also one that no table can hold."""
+    for request in (["x"], 7, b"x"):
+        with pytest.raises(BadRequest, match=f"a {type(request).__name__} in place of a request's id"):
+            offload.acquire(cast("Any", request), bytes(16), 17)
+
+
+def test_id_of_a_request_on_a_device_pool_is_text(connect: Callable[..., Client]) -> None:
+    """So it is for the client of a device pool, also where failures are misses."""
+    for failures in ("raise", "miss"):
+        with connect(failures=failures) as client, pytest.raises(BadRequest, match="a list in place of a request's id"):
+            client.acquire(cast("Any", ["x"]), client.chain(range(8)))
 
 
 @pytest.mark.parametrize("open_client", [Client.connect, AsyncClient.open])
