@@ -339,23 +339,21 @@ class KeyChain:
         data = pack_tokens(tokens)
         if self._tail:
             data = memoryview(b"".join((self._tail, data)))
-        block_bytes = self._block_size * TOKEN_SIZE_BYTES
-        end = len(data) - len(data) % block_bytes
-        done = 0
-        while done < end:
-            plain_end = done + self._blocks_before_items((end - done) // block_bytes) * block_bytes
-            if plain_end > done:
-                keys, self._state = self._hash.hash_blocks(self._state, data[done:plain_end], block_bytes)
-                done = plain_end
-            else:
-                message = (data[done : done + block_bytes], self._item_fields())
-                self._state = self._hash.hash_message(self._state, b"".join(message))
-                keys = self._state[:KEY_SIZE_BYTES]
-                done += block_bytes
-            self._keys += keys
+        end = len(data) - len(data) % (self._block_size * TOKEN_SIZE_BYTES)
+        if not end:
+            self._tail = data.tobytes()
+            return
+        blocks, tail, open_item = data[:end], data[end:].tobytes(), self._open_item
+        if open_item == len(self._items):
+            keys, state = self._hash.hash_blocks(self._state, blocks, self._block_size * TOKEN_SIZE_BYTES)
+        else:
+            keys, state, open_item = self._hash_with_items(blocks)
+        # An exception of a signal handler comes behind a call. There is none from here on, so that it finds the chain
+        # with all of the tokens or with none.
         if self._tokens is not None:
-            self._tokens += data[:end]
-        self._tail = data[end:].tobytes()
+            self._tokens += blocks
+        self._keys += keys
+        self._state, self._open_item, self._tail = state, open_item, tail
 
     def fork(self) -> Self:
         """A chain that goes on from here by itself, as another turn of a conversation does; nothing is hashed again.
@@ -405,21 +403,43 @@ class KeyChain:
                 blocks = item.start // self._block_size
         return blocks
 
-    def _blocks_before_items(self, blocks: int) -> int:
-        """How many of the next `blocks` blocks come before the first block with a token of an item."""
-        hashed = self.block_count * self._block_size
-        while self._open_item < len(self._items) and self._items[self._open_item].end <= hashed:
-            self._open_item += 1
-        if self._open_item == len(self._items):
-            return blocks
-        return min(blocks, max(0, self._items[self._open_item].start - hashed) // self._block_size)
+    def _hash_with_items(self, data: memoryview) -> tuple[bytes, bytes, int]:
+        """The keys of the next blocks, the state after them, and the first item that ends after them."""
+        state, item, block_bytes = self._state, self._open_item, self._block_size * TOKEN_SIZE_BYTES
+        keys, done, hashed = [], 0, self.block_count
+        while done < len(data):
+            blocks, item = self._blocks_before_items(hashed, (len(data) - done) // block_bytes, item)
+            if blocks:
+                found, state = self._hash.hash_blocks(state, data[done : done + blocks * block_bytes], block_bytes)
+            else:
+                blocks, message = 1, (data[done : done + block_bytes], self._item_fields(hashed, item))
+                state = self._hash.hash_message(state, b"".join(message))
+                found = state[:KEY_SIZE_BYTES]
+            keys.append(found)
+            done, hashed = done + blocks * block_bytes, hashed + blocks
+        return b"".join(keys), state, item
 
-    def _item_fields(self) -> bytes:
-        """The encoded items of the next block: id, start relative to the block (negative: before the block), length."""
-        first = self.block_count * self._block_size
+    def _blocks_before_items(self, hashed: int, blocks: int, item: int) -> tuple[int, int]:
+        """How many of the `blocks` blocks from depth `hashed` on come before the first block with a token of an item.
+
+        Also which item that is, from `item` on: the first that ends after depth `hashed`.
+        """
+        tokens = hashed * self._block_size
+        while item < len(self._items) and self._items[item].end <= tokens:
+            item += 1
+        if item == len(self._items):
+            return blocks, item
+        return min(blocks, max(0, self._items[item].start - tokens) // self._block_size), item
+
+    def _item_fields(self, hashed: int, item: int) -> bytes:
+        """The encoded items of the block at depth `hashed`, from `item` on.
+
+        Each is its id, its start relative to the block (negative: before the block), and its length.
+        """
+        first = hashed * self._block_size
         fields: list[int | str | bytes] = []
-        for item in self._items[self._open_item :]:
-            if item.start >= first + self._block_size:
+        for each in self._items[item:]:
+            if each.start >= first + self._block_size:
                 break
-            fields += (item.item_id, item.start - first, item.end - item.start)
+            fields += (each.item_id, each.start - first, each.end - each.start)
         return encode_fields(*fields)

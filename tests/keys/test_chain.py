@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvcached_client import keys
 from kvcached_client.errors import BadRequest
 from kvcached_client.keys import KeyChain, chain_root
+from tests.client.test_interrupts import interrupted
 from tests.keys import reference
 
 _NAMESPACE = bytes(range(32))
@@ -246,3 +247,33 @@ def test_tokens_from_the_first_item_on_are_unknown() -> None:
     packed = chain.token_range(1, 4)
     assert packed is not None
     assert np.frombuffer(packed, "<i4").tolist() == [4, 5, 6, 7, *[-1] * 8]
+
+
+@pytest.mark.parametrize("has_items", [False, True])
+def test_interrupted_extension_is_whole_or_has_not_been(has_items: bool) -> None:
+    """Wherever an exception of a signal handler ends it, the chain goes on with all of the tokens or with none."""
+
+    def begun() -> KeyChain:
+        chain = KeyChain(_NAMESPACE, 4, keeps_tokens=True)
+        if has_items:
+            chain.add_item("image", 9, 6)
+        chain.extend(range(6))
+        return chain
+
+    def state(chain: KeyChain) -> tuple[object, ...]:
+        blocks = chain.block_count
+        return chain.keys, chain.token_count, chain.token_range(0, blocks), chain.key_range(blocks // 2, blocks)
+
+    without, whole = begun(), begun()
+    whole.extend(range(6, 24))
+    for chain in (without, whole):
+        chain.extend(range(24, 40))
+    is_interrupted, number, seen = True, 0, set[object]()
+    while is_interrupted:
+        number += 1
+        chain = begun()
+        is_interrupted = interrupted(lambda: chain.extend(range(6, 24)), number)  # noqa: B023 - called here
+        chain.extend(range(24, 40))
+        seen.add(state(chain))
+    assert number > 10
+    assert seen == {state(without), state(whole)}
