@@ -64,6 +64,9 @@ class MappedPool:
     is queued there: kernels may use the pool until they have run. A process that ends without `close` counts
     as dead: its session is over.
 
+    In a forked child every method but `close` raises `RuntimeError`. The child does not have the memory of its parent's
+    views, and must not touch them.
+
     Attributes:
         layout: shape of a block.
         slots: number of slots.
@@ -80,6 +83,7 @@ class MappedPool:
         self.shard: int = joined.shard
         self.epoch: int = joined.epoch
         self._connection = memory.connection
+        self._process_id = os.getpid()
         self._buffer: Buffer | CudaBuffer | None = buffer
         self._progress: ProgressReader | None = progress
 
@@ -98,7 +102,9 @@ class MappedPool:
         Raises:
             IndexError: there is no such layer or group.
             ValueError: the pool is closed, or on a CUDA device.
+            RuntimeError: this process is a fork of the one that mapped the pool.
         """
+        self._check_process()
         page_bytes = self._group(layer, group).page_bytes(self.layout.block_size)
         offset, stride = self._place(layer, group)
         return self._view(np.dtype(np.uint8), (self.slots, page_bytes), offset, (stride, 1))
@@ -113,7 +119,9 @@ class MappedPool:
         Raises:
             IndexError: there is no such layer or group.
             ValueError: the pool is closed, or on a CUDA device.
+            RuntimeError: this process is a fork of the one that mapped the pool.
         """
+        self._check_process()
         keys, values = self._heads(layer, group)
         return self._view(*keys), None if values is None else self._view(*values)
 
@@ -123,7 +131,9 @@ class MappedPool:
         Raises:
             IndexError: there is no such layer or group.
             ValueError: the pool is closed, or not on a CUDA device.
+            RuntimeError: this process is a fork of the one that mapped the pool.
         """
+        self._check_process()
         if self._buffer is None:
             raise ValueError("the mapped pool is closed")
         if not self.device:
@@ -149,7 +159,9 @@ class MappedPool:
             DaemonUnreachable: the daemon or the pool is gone.
             IndexError: there is no such layer or group.
             ValueError: the pool is closed.
+            RuntimeError: this process is a fork of the one that mapped the pool.
         """
+        self._check_process()
         self._group(layer, group)
         if self._progress is None:
             raise ValueError("the mapped pool is closed")
@@ -175,6 +187,13 @@ class MappedPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_process(self) -> None:
+        """Refuse a forked child: it has not inherited the mapping, and other memory of its own may be in its place."""
+        if os.getpid() != self._process_id:
+            raise RuntimeError(
+                f"this mapped pool belongs to process {self._process_id}; a forked child calls map_pool itself"
+            )
 
     def _group(self, layer: int, group: int) -> KvGroup:
         if not 0 <= group < len(self.layout.groups):
