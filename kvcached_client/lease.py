@@ -63,7 +63,8 @@ class Lease(LeaseSteps):
     Some blocks of the hit may still be loading from host memory. Until `wait_loaded` returns, nothing can be committed:
     if the hit turns out shorter, the blocks that were cut off must be computed before everything after them.
 
-    The slots stay in use until the highest fence of all calls has signalled, even if a release names a lower one.
+    The slots stay in use until the highest fence of all calls has signalled, even if a release names a lower one. A
+    lease that is dropped without a release holds them until its client is closed; a `ResourceWarning` names it.
 
     Attributes:
         granted: whether there is a lease at all.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -24,6 +26,7 @@ from kvcached_client.errors import (
 from kvcached_client.failpoints import failpoint
 from kvcached_client.keys import KeyChain
 from kvcached_client.protocol.engine import Allocate, Allocated, Commit, Committed, Load, Loaded, Release, Released
+from kvcached_client.protocol.fields import RESERVE_REQUEST_PREFIX
 from kvcached_client.protocol.grants import (
     NOTHING,
     Declaration,
@@ -57,6 +60,8 @@ class LeaseSteps:
 
     A lease has one call under way: each call first waits until the one before it is over.
     """
+
+    _is_held = False  #: of a lease whose constructor was interrupted
 
     def __init__(
         self,
@@ -93,6 +98,10 @@ class LeaseSteps:
         self._unsettled_load: Load | None = None
         self._last_begun: BatchedCall[None] | None = None  #: that nobody waited for; maybe under way
         self._is_parting = False  #: its last call was sent, and nobody waits for the reply
+
+    def __del__(self) -> None:
+        if self._is_held:
+            self._warn_of_drop()
 
     def __repr__(self) -> str:
         if not self.granted:
@@ -261,6 +270,19 @@ class LeaseSteps:
             if error is None:
                 raise
             _log.info("lease %d was not released: %s", self.id, failure)
+
+    def _warn_of_drop(self) -> None:
+        """Nobody has this lease any more. It is not given back: the engine may have work queued that writes to it."""
+        channel = self._channel
+        is_over = channel.is_ended or channel.is_stale or channel.is_forked or sys.is_finalizing()
+        if self.is_held and not (is_over or self._name.startswith(RESERVE_REQUEST_PREFIX)):
+            warnings.warn(
+                f"lease {self.id} of request {self._name!r} was dropped without a release, and holds "
+                f"{self._slots.count} slots until its client is closed; call finish or release",
+                ResourceWarning,
+                stacklevel=3,
+                source=self,
+            )
 
     def _await_last(self) -> None:
         self._channel.check_thread()

@@ -52,6 +52,9 @@ class AsyncClient(ClientSteps):
     Tasks may call it at the same time. Each call is sent at once, in the order of the calls, and while its task waits
     for the reply, others run: so the calls of a step, started together, take one round trip.
 
+    Close it. If it is only dropped, the loop closes its connections, with a `ResourceWarning`, but the session is not
+    closed: see `Client`.
+
     A task that is cancelled gives its call up, as after a missed deadline: a lease that comes too late is released.
 
     Behind 1016 calls under way, others wait for their turn, in their order; their deadlines begin with it.
@@ -172,7 +175,7 @@ class AsyncClient(ClientSteps):
     def replies(self) -> Replies:
         """What waits for replies in the running event loop."""
         if self._replies is None:
-            self._replies = Replies(self._channel, asyncio.get_running_loop())
+            self._replies = Replies(self._channel, asyncio.get_running_loop(), self)
         return self._replies
 
     def _prefetching(self, chain: KeyChain, **options: Unpack[PrefetchOptions]) -> Steps[PrefetchResult]:

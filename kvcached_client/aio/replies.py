@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
+import weakref
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from kvcached_client.errors import KvcachedError
@@ -24,9 +27,14 @@ class Replies:
     sends, may bring the replies of several tasks: each of these is woken.
 
     In a forked child it does nothing: there the messages are the parent's, and so may be what the loop waits with.
+
+    Args:
+        channel: which brings the replies.
+        loop: that runs.
+        owner: whose channel it is. If it is dropped and nothing was closed, the loop lets go of the channel.
     """
 
-    def __init__(self, channel: SessionChannel, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, channel: SessionChannel, loop: asyncio.AbstractEventLoop, owner: object) -> None:
         channel.never_wait()
         self._channel = channel
         self._loop = loop
@@ -38,6 +46,8 @@ class Replies:
         self._is_writing = False
         for descriptor in self._descriptors:
             loop.add_reader(descriptor, self.wake)
+        self._drop = weakref.finalize(owner, self._owner_was_dropped)
+        self._drop.atexit = False
 
     @property
     def is_loop_closed(self) -> bool:
@@ -118,6 +128,7 @@ class Replies:
         A loop that is closed watches nothing, and nobody waits in it.
         """
         descriptors, self._descriptors = self._descriptors, ()
+        self._drop.detach()
         if self._channel.is_forked or self.is_loop_closed:
             return
         for descriptor in descriptors:
@@ -125,6 +136,26 @@ class Replies:
         self._write(descriptors, is_writing=False)
         for _, over in self._awaited.values():
             _end(over)
+
+    def _owner_was_dropped(self) -> None:
+        """Close, in the thread of the loop: this may be another one, because the garbage collector runs in any."""
+        if not self._descriptors:  # it was closed before
+            return
+        if self._channel.is_forked or self.is_loop_closed:
+            self._channel.close()
+        else:
+            with suppress(RuntimeError):  # the loop was closed just now, and watches nothing
+                self._loop.call_soon_threadsafe(self._close_all)
+        warnings.warn(
+            f"a client of {self._channel.endpoint} was dropped without aclose, and its session keeps the pool until it "
+            "has expired; await client.aclose(), or use `async with`",
+            ResourceWarning,
+            stacklevel=3,
+        )
+
+    def _close_all(self) -> None:
+        self.close()
+        self._channel.close()
 
     def wake(self) -> None:
         """Send and read what is possible, and wake the tasks whose wait is over."""

@@ -176,8 +176,10 @@ def test_refused_acquire_of_a_cancelled_task_leaves_nothing(daemon: FakeDaemon) 
     daemon.script = lambda request, _: (error_reply(request.id, full), []) if isinstance(request, Acquire) else None
 
     async def work(client: AsyncClient) -> bool:
+        has_come, refusal = arrival(daemon, Acquire), held_reply(daemon, Acquire)
         waiting = asyncio.create_task(client.acquire("r", client.chain(range(8))))
-        await asyncio.sleep(0)  # it is sent
+        assert await has_come()
+        refusal.set()
         assert is_readable(client)
         client._channel.over([])  # reads it, as a call of another task would
         waiting.cancel()

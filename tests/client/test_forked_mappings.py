@@ -36,7 +36,7 @@ def drop_in_child(pools: list[MappedPool], address: int) -> int:
     return own.value
 
 
-_FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -52,7 +52,7 @@ def in_child(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(ended)
 
 
-@_FORKS
+@FORKS
 def test_forked_child_that_drops_the_pool_keeps_its_own_memory(daemon: FakeDaemon, memory: list[int]) -> None:
     """The child's memory lies where its parent's pool is mapped, and is still there when the child drops the pool."""
     pools = [mapped(daemon, LAYOUTS["attention-layer_first"], memory)]
@@ -63,7 +63,7 @@ def test_forked_child_that_drops_the_pool_keeps_its_own_memory(daemon: FakeDaemo
     pools[0].close()
 
 
-@_FORKS
+@FORKS
 def test_forked_child_is_given_no_view(daemon: FakeDaemon, memory: list[int]) -> None:
     """Its parent's pool refuses every call in it, also after `close`; the parent's views stay good."""
     pool = mapped(daemon, LAYOUTS["both-block_first"], memory)
