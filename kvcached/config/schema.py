@@ -127,7 +127,8 @@ class Config(Table):
         ge=256,
         le=65_536,
         description="Answers that the daemon keeps per session for retries with the same request id. The last"
-        " `allocate` or `commit` of each lease is kept beside them until the lease's release.",
+        " `allocate` or `commit` of each lease is kept beside them until the lease's release, and so are as many"
+        " answers to preparations of copies in offload mode.",
     )
     pin_quota_percent: int = Field(
         default=25,
