@@ -79,7 +79,20 @@ class Fault(StrEnum):
 
 
 class KvcachedError(Exception):
-    """Base class of all errors that this package raises."""
+    """Base class of all errors that this package raises.
+
+    Attributes:
+        code: what went wrong, where the daemon or the SDK refused a request; None for every other error.
+        message: what is wrong.
+        fix: what to do; "" where the text alone can say.
+    """
+
+    code: ErrorCode | None = None
+
+    def __init__(self, message: str = "", *, fix: str = "") -> None:
+        super().__init__(f"{message}; {fix}" if fix else message)
+        self.message = message
+        self.fix = fix
 
 
 class RequestError(KvcachedError):
@@ -96,7 +109,7 @@ class RequestError(KvcachedError):
 
     def __init__(self, code: ErrorCode, message: str, fix: str) -> None:
         super().__init__(f"{code}: {message} ({fix})")
-        self.code = code
+        self.code: ErrorCode = code
         self.message = message
         self.fix = fix
 

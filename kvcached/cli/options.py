@@ -19,7 +19,7 @@ from kvcached.log import escaped
 
 if TYPE_CHECKING:
     from kvcached.cli.prompt_keys import Prompt
-    from kvcached_client import Admin
+    from kvcached_client import Admin, TransportError
     from kvcached_client.protocol.engine import Header, TreeNode
     from kvcached_client.vllm.keys import VllmHashing
 
@@ -171,19 +171,21 @@ def ask(run_dir: Path | None, deadline_ms: int, question: Callable[[Admin], Repl
     except DaemonSilent as error:
         fail(ExitCode.UNREACHABLE, str(error))
     except TransportError as error:
-        fail(ExitCode.UNREACHABLE, f"{error}{_way_out(run_dir)}")
+        fail(ExitCode.UNREACHABLE, _unreachable(error, run_dir))
 
 
-def _way_out(run_dir: Path | None) -> str:
-    """What to do where nobody listens. To start a second daemon beside one that runs would fail."""
+def _unreachable(error: TransportError, run_dir: Path | None) -> str:
+    """Why no daemon answers, and what to do. To start a second daemon beside one that runs would fail."""
     from kvcached.recovery.run_dir import is_claimed
+    from kvcached_client.transport.listener import START_IT
     from kvcached_client.transport.run_dir import default_run_dir
 
     if remote() is not None:
-        return ""
-    if is_claimed(run_dir or default_run_dir()):
-        return " (a daemon has this run directory: it starts or stops, or its sockets were removed; then restart it)"
-    return " (start it with: kvcached serve --config FILE)"
+        return str(error)
+    if error.fix in {"", START_IT} and is_claimed(run_dir or default_run_dir()):
+        way_out = "a daemon has this run directory: it starts or stops, or its sockets were removed; then restart it"
+        return f"{error.message} ({way_out})"
+    return str(error) if error.fix else f"{error}; {START_IT}"
 
 
 def owner_of(run_dir: Path | None) -> str:

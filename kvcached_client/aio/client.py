@@ -158,7 +158,9 @@ class AsyncClient(ClientSteps):
                 if not self._is_closed:
                     raise
                 # Its session and connection were ended by `aclose`, which says nothing about the daemon.
-                raise DaemonUnreachable(f"this client of {self._channel.endpoint} is closed; connect again") from error
+                raise DaemonUnreachable(
+                    f"this client of {self._channel.endpoint} is closed", fix="connect again"
+                ) from error
 
     async def _carry_out(self, steps: Steps[T]) -> T:
         while self._rejoining is not None:

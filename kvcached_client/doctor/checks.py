@@ -305,15 +305,14 @@ def _memory(pool_bytes: int) -> Iterator[Finding]:
 
 
 def _sockets(run_dir: Path) -> Iterator[Finding]:
-    from kvcached_client.transport.listener import fault_of  # noqa: PLC0415 - see the module's docstring
+    from kvcached_client.transport.listener import START_IT, fault_of  # noqa: PLC0415 - see the module's docstring
 
-    fix = "start the daemon (kvcached serve --config FILE), or name its folder: --run-dir, KVCACHED_RUN_DIR"
     own = os.geteuid()
     try:
         folder = run_dir.stat()
         sockets = {name: (run_dir / name).stat() for name in ("attach.sock", "rpc.sock")}
     except OSError as error:
-        yield Finding("sockets", "fail", f"{error.filename}: {error.strerror}", fix)
+        yield Finding("sockets", "fail", f"{error.filename}: {error.strerror}", START_IT)
         raise _Stop from None
     if folder.st_uid not in {0, own} and (fault := fault_of(run_dir, folder.st_uid)):
         said = f"{run_dir} belongs to user {folder.st_uid}, the engine is user {own}, and {fault}"
@@ -327,7 +326,7 @@ def _sockets(run_dir: Path) -> Iterator[Finding]:
         )
     for name, status in sockets.items():
         if not stat.S_ISSOCK(status.st_mode):
-            yield Finding("sockets", "fail", f"{run_dir / name} is no socket", fix)
+            yield Finding("sockets", "fail", f"{run_dir / name} is no socket", START_IT)
             raise _Stop
         if not os.access(run_dir / name, os.W_OK):
             yield Finding("sockets", "fail", f"user {own} may not connect to {run_dir / name}", _NAME_THE_USER)
@@ -345,7 +344,8 @@ def _answers(run_dir: Path) -> Generator[Finding, None, Description]:
         with Admin.connect(run_dir, deadline_ms=DEADLINE_MS) as admin:
             described = admin.describe()
     except KvcachedError as error:
-        yield Finding("daemon", "fail", str(error), "see its log; client and daemon must be at most one version apart")
+        said = f"{error.code}: {error.message}" if error.code else error.message
+        yield Finding("daemon", "fail", said, error.fix or "see the daemon's log")
         raise _Stop from None
     spoken = f"version {described.version}, protocol {described.protocol_min} to {described.protocol_max}"
     if described.protocol_min > PROTOCOL_VERSION or described.protocol_max < PROTOCOL_VERSION_MIN:

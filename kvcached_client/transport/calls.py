@@ -152,7 +152,7 @@ class PendingCalls:
             if len(self._deadlines_ns) >= PENDING_MAX:
                 raise request_error(ErrorCode.LIMIT, f"{PENDING_MAX} requests are pending", "wait for their replies")
             if isinstance(request, Acquire) and len(self._acquire_names) + len(self._abandoned) >= ACQUIRES_MAX:
-                raise DaemonSilent(f"the daemon has not replied to {ACQUIRES_MAX} earlier acquires; see its log")
+                raise DaemonSilent(f"the daemon has not replied to {ACQUIRES_MAX} earlier acquires", fix="see its log")
             request_id = RequestId(request.id)
             if isinstance(request, Acquire):
                 if self._acquires.setdefault(request.request, request_id) != request_id:

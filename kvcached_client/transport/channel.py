@@ -288,7 +288,7 @@ class Channel(OneThread):
     def _check_usable(self) -> None:
         self._check_process()
         if self.is_closed:
-            raise DaemonUnreachable(f"this client of {self.endpoint} is closed; connect again")
+            raise DaemonUnreachable(f"this client of {self.endpoint} is closed", fix="connect again")
         if self.is_gone:
             raise self._gone()
 
@@ -345,7 +345,8 @@ class Channel(OneThread):
     def _silent(self) -> DaemonUnreachable:
         if isinstance(self._place, str):
             return silent(self._place, self.deadline_ms)
-        return DaemonSilent(f"{self.endpoint} accepted no request for {self.deadline_ms} ms; see the daemon's log")
+        said = f"{self.endpoint} accepted no request for {self.deadline_ms} ms"
+        return DaemonSilent(said, fix="see the daemon's log")
 
     def _gone(self) -> DaemonUnreachable | RequestError:
         """What every call is told behind the end of the connection: the reason, where it is not the daemon's end."""

@@ -146,7 +146,8 @@ class Connection:
         """Why the connection is over, where that is known: another machine has not accepted it, or a signal came."""
         if self._is_reading:
             return DaemonUnreachable(
-                "a signal interrupted the reading of replies, so some are lost; close this client and connect again"
+                "a signal interrupted the reading of replies, so some are lost",
+                fix="close this client and connect again",
             )
         return None if self._remote is None else self._remote[0].refusal(self._remote[1])
 

@@ -20,6 +20,8 @@ _CREDENTIALS: Final = struct.Struct("iII")
 _TIMEVAL: Final = struct.Struct("@ll")
 #: The longest wait of poll(2).
 DEADLINE_MS_MAX: Final = (1 << 31) - 1
+#: What to do where nobody listens.
+START_IT: Final = "start the daemon (kvcached supervise --config FILE), or name its run directory: KVCACHED_RUN_DIR"
 
 
 class Listener(NamedTuple):
@@ -91,15 +93,15 @@ def no_descriptor(path: str, why: str) -> DaemonUnreachable:
     """The exception for a daemon that this process cannot reach because it has too many files open."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return DaemonUnreachable(
-        f"{path}: {why}: this process may have {most} files open; close some, or raise the limit (ulimit -n)"
+        f"{path}: {why}: this process may have {most} files open", fix="close some, or raise the limit (ulimit -n)"
     )
 
 
 def unreachable(path: str, error: OSError) -> DaemonUnreachable:
     """The exception for an error of a socket that connects to `path`."""
     if isinstance(error, FileNotFoundError):
-        return DaemonUnreachable(f"no socket {path}; is the daemon running?")
-    return DaemonUnreachable(f"{path}: {error.strerror}; is the daemon running?")
+        return DaemonUnreachable(f"no socket {path}", fix=START_IT)
+    return DaemonUnreachable(f"{path}: {error.strerror}", fix=START_IT)
 
 
 def connect(path: str, *, deadline_ms: int) -> socket.socket:
@@ -147,7 +149,7 @@ def check_trusted(connection: socket.socket, path: str) -> None:
             ErrorCode.UNAUTHENTICATED,
             f"the daemon at {path} belongs to {user_in_words(user)}, but this process runs as {user_in_words(own)}, "
             f"and anybody may have put it there: {fault}",
-            f"put the run directory where only root can, such as in /run; or run this with sudo -u '#{user}' …",
+            f"put the run directory where only root can, such as in /run; or run this with {_sudo(user)} …",
         )
 
 
@@ -194,15 +196,15 @@ def not_allowed(path: str, error: PermissionError) -> DaemonUnreachable | Reques
         if owner != os.geteuid():
             return _others(str(place), owner)
         break
-    return DaemonUnreachable(f"{path}: {error.strerror}; run this as the daemon's user")
+    return DaemonUnreachable(f"{path}: {error.strerror}", fix="run this as the daemon's user")
 
 
 def _silence(listener: Listener | None, what: str) -> DaemonSilent:
     who = f"process {listener.pid}" if listener is not None and listener.pid else "a process"
-    why = "it hangs or is overloaded; see its log, or restart it"
     if listener is not None and _is_stopped(listener.pid):
-        why = f"it is stopped (SIGSTOP, or a debugger); continue it with kill -CONT {listener.pid}"
-    return DaemonSilent(f"{who} {what} {why}")
+        fix = f"continue it with kill -CONT {listener.pid}"
+        return DaemonSilent(f"{who} {what} it is stopped (SIGSTOP, or a debugger)", fix=fix)
+    return DaemonSilent(f"{who} {what} it hangs or is overloaded", fix="see its log, or restart it")
 
 
 def _others(what: str, user: int) -> RequestError:
@@ -210,17 +212,28 @@ def _others(what: str, user: int) -> RequestError:
     return request_error(
         ErrorCode.UNAUTHENTICATED,
         f"{what} belongs to {user_in_words(user)}, but this process runs as {own} and may not pass",
-        f"run this as that user: sudo -u '#{user}' …; or name this user in the table [access] of the daemon's "
+        f"run this as that user: {_sudo(user)} …; or name this user in the table [access] of the daemon's "
         "configuration, and let it through the directories above the run directory",
     )
 
 
 def user_in_words(number: int) -> str:
     """A user's name and number."""
+    name = _name_of(number)
+    return f"user {name} ({number})" if name else f"user {number}"
+
+
+def _sudo(user: int) -> str:
+    """The beginning of a command that is to run as a user. A user without a name here is given by number."""
+    name = _name_of(user) or f"'#{user}'"
+    return f"sudo -u {name}"
+
+
+def _name_of(user: int) -> str:
     try:
-        return f"user {pwd.getpwuid(number).pw_name} ({number})"
+        return pwd.getpwuid(user).pw_name
     except KeyError:
-        return f"user {number}"
+        return ""
 
 
 def _is_stopped(pid: int) -> bool:

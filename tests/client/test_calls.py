@@ -449,10 +449,10 @@ def test_without_a_socket_nothing_waits(daemon: FakeDaemon, run_dir: Path) -> No
     rpc = run_dir / "rpc.sock"
     rpc.unlink()
     for connect in (Admin.connect, Client.connect):
-        with pytest.raises(DaemonUnreachable, match=f"no socket {rpc}; is the daemon running"):
+        with pytest.raises(DaemonUnreachable, match=f"no socket {rpc}; start the daemon"):
             connect(run_dir, deadline_ms=3_600_000)
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(rpc))
     for connect in (Admin.connect, Client.connect):
-        with pytest.raises(DaemonUnreachable, match=f"{rpc}: Connection refused; is the daemon running"):
+        with pytest.raises(DaemonUnreachable, match=f"{rpc}: Connection refused; start the daemon"):
             connect(run_dir, deadline_ms=3_600_000)

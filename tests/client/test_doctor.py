@@ -24,6 +24,7 @@ from kvcached_client.doctor.memory_bounds import MemoryBound
 from kvcached_client.doctor.round_trip import _why_not
 from kvcached_client.protocol.engine import Description, HostStats, OffloadInfo, StatsReport
 from kvcached_client.types import Verify
+from tests.client.test_listener import LISTEN_AND_STOP
 from tests.project.source_tree import ROOT
 
 OFFERED = OffloadInfo(slabs=4, slab_bytes=1 << 20, namespaces_max=2, verify=Verify.ALWAYS)
@@ -71,6 +72,36 @@ def test_sockets_of_another_user_are_told(sockets: Path, monkeypatch: pytest.Mon
     (finding,) = socket_findings(sockets)
 
     assert (finding.level, "12345" in finding.text) == ("fail", True)
+
+
+def daemon_finding(run_dir: Path) -> Finding:
+    return next(
+        each for each in doctor._guarded("daemon", lambda: doctor._daemon(str(run_dir))) if each.level == "fail"
+    )
+
+
+def test_a_dead_daemon_is_to_be_started(sockets: Path) -> None:
+    """Sockets that a daemon has left behind are no sign of a version: the fix is to start the daemon."""
+    finding = daemon_finding(sockets)
+
+    assert (finding.check, finding.text) == ("daemon", f"{sockets}/rpc.sock: Connection refused")
+    assert finding.fix.startswith("start the daemon (kvcached supervise --config FILE)")
+
+
+def test_a_stopped_daemon_is_to_be_continued(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon under SIGSTOP is told with the command that continues it, and nothing else is advised."""
+    monkeypatch.setattr(doctor, "DEADLINE_MS", 100)
+    (sockets / "rpc.sock").unlink()
+    command = [sys.executable, "-c", LISTEN_AND_STOP, str(sockets / "rpc.sock")]
+    with subprocess.Popen(command) as process:
+        try:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            finding = daemon_finding(sockets)
+        finally:
+            process.kill()
+
+    assert finding.text.endswith("it is stopped (SIGSTOP, or a debugger)")
+    assert finding.fix == f"continue it with kill -CONT {process.pid}"
 
 
 def test_files_in_place_of_sockets_are_told(run_dir: Path) -> None:

@@ -20,7 +20,7 @@ from kvcached_client.transport.listener import Listener, connect
 
 #: A user who is neither root nor the one that runs this.
 OTHER = 54_321
-_LISTEN_AND_STOP = """
+LISTEN_AND_STOP = """
 import os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as own:
     own.bind(sys.argv[1])
@@ -107,6 +107,7 @@ def test_directory_that_may_not_be_entered_names_its_owner(listening: Path) -> N
         os.seteuid(0)
 
     assert "belongs to user root (0), but this process runs as user nobody (65534)" in str(caught.value)
+    assert "run this as that user: sudo -u root …" in str(caught.value)
 
 
 def test_a_process_that_listens_and_does_not_answer_is_told_apart_from_none(listening: Path) -> None:
@@ -119,12 +120,12 @@ def test_a_process_that_listens_and_does_not_answer_is_told_apart_from_none(list
     )
     assert "it hangs" in str(caught.value)
     result = CliRunner().invoke(main, ["health", "--run-dir", str(listening), "--deadline-ms", "100"])
-    assert (result.exit_code, "start it with" in result.stderr) == (4, False)
+    assert (result.exit_code, "start the daemon" in result.stderr) == (4, False)
 
 
 def test_a_stopped_process_is_called_stopped(tmp_path: Path) -> None:
     """A daemon under SIGSTOP is said to be stopped, with the command that continues it."""
-    with subprocess.Popen([sys.executable, "-c", _LISTEN_AND_STOP, str(tmp_path / "rpc.sock")]) as process:
+    with subprocess.Popen([sys.executable, "-c", LISTEN_AND_STOP, str(tmp_path / "rpc.sock")]) as process:
         try:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             with (
@@ -143,7 +144,7 @@ def test_a_daemon_that_has_gone_meanwhile_is_not_running(tmp_path: Path) -> None
     own.listen()
     with Admin.connect(tmp_path, deadline_ms=100) as admin:
         own.close()
-        with pytest.raises(DaemonUnreachable, match="is the daemon running") as caught:
+        with pytest.raises(DaemonUnreachable, match=r"start the daemon \(kvcached supervise") as caught:
             admin.stats()
 
     assert not isinstance(caught.value, DaemonSilent)

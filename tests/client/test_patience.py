@@ -122,7 +122,7 @@ def test_event_loop_goes_on_while_a_client_waits(run_dir: Path) -> None:
 
 def test_waiting_ends(run_dir: Path) -> None:
     """If no daemon comes, the error of the last attempt is raised."""
-    with pytest.raises(DaemonUnreachable, match="is the daemon running"):
+    with pytest.raises(DaemonUnreachable, match="start the daemon"):
         Client.connect(run_dir, wait_s=0.05)
     with pytest.raises(DaemonUnreachable):
         asyncio.run(AsyncClient.connect(run_dir, wait_s=0.05))

@@ -22,7 +22,7 @@ from kvcached_client import (
     PreparedLoad,
     PreparedStore,
 )
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import DaemonSilent, ErrorCode, LoadFailed, request_error
 from kvcached_client.types import LeaseId, TransferId
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.test_offload import Script, connect
@@ -113,6 +113,15 @@ def test_error_reaches_another_process(code: ErrorCode) -> None:
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
     assert (type(copy), str(copy), copy.code, copy.fix) == (type(error), str(error), code, "what to do")
     assert repr(copy) == f"{type(error).__name__}('{code}: what is wrong (what to do)')"
+
+
+def test_every_error_has_a_code_and_a_fix() -> None:
+    """Whatever the package raises may be asked for `code` and `fix`; an error without a reply has no code."""
+    silent = DaemonSilent("it is stopped", fix="kill -CONT 7")
+    copy = pickle.loads(pickle.dumps(silent))  # noqa: S301 - our own
+    shown = [(str(each), each.code, each.message, each.fix) for each in (silent, copy, LoadFailed("load 3 failed"))]
+    told = ("it is stopped; kill -CONT 7", None, "it is stopped", "kill -CONT 7")
+    assert shown == [told, told, ("load 3 failed", None, "load 3 failed", "")]
 
 
 def test_run_dir_is_shown_as_it_was_given(daemon: FakeDaemon, connect: Connect) -> None:

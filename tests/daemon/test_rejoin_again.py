@@ -36,7 +36,7 @@ class LostAnswer:
                 if self.asked == step + 1:
                     if daemon is not None:
                         daemon.kill_and_wait()
-                    raise DeadlineExceeded("no answer in time", "try again")
+                    raise DeadlineExceeded("no answer in time")
             return answer
 
         patch.setattr(SessionChannel, "ask", lose)

@@ -61,7 +61,7 @@ def test_cli_without_a_daemon_is_unreachable(tmp_path: Path) -> None:
 
 def test_cli_without_a_socket_looks_whether_a_daemon_has_the_directory(tmp_path: Path) -> None:
     """Where cleaners have removed the socket of a daemon that runs, no second daemon is advised: it could not start."""
-    assert "start it with: kvcached serve" in run("health", "--run-dir", str(tmp_path)).stderr
+    assert "start the daemon (kvcached supervise --config FILE)" in run("health", "--run-dir", str(tmp_path)).stderr
 
     lock = os.open(tmp_path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
@@ -72,7 +72,7 @@ def test_cli_without_a_socket_looks_whether_a_daemon_has_the_directory(tmp_path:
 
     assert told.exit_code == ExitCode.UNREACHABLE
     assert "or its sockets were removed; then restart it" in told.stderr
-    assert "kvcached serve" not in told.stderr
+    assert "start the daemon" not in told.stderr
 
 
 def test_cli_with_an_impossible_run_dir_is_wrong_usage() -> None:

@@ -29,7 +29,7 @@ def test_init_writes_a_configuration_that_loads(choice: str, has_replicas: bool,
     path = tmp_path / "here/kvcached.toml"
     config = load_config(path, environment={})
     assert (result.exit_code, bool(config.replica), config.offload is None) == (0, has_replicas, has_replicas)
-    assert f"kvcached serve --config {path}" in path.read_text()
+    assert f"kvcached supervise --config {path}" in path.read_text()
     assert f"kvcached check-config --config {path}" in result.stdout
 
 
