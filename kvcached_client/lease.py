@@ -289,13 +289,14 @@ def _check_prompt(tokens: int, prompt_tokens: int | None, reserve_tokens: int, c
             f"{prompt_tokens} tokens of the prompt, but the chain holds {tokens}",
             "prompt_tokens says how many of the chain's tokens are the prompt, at least one",
         )
-    is_valued = PRIORITY_MIN <= priority <= PRIORITY_MAX
-    if tokens < 1 or reserve_tokens < 0 or cache not in _CACHE_POLICIES or not is_valued:
-        raise bad_value(
-            f"a prompt of {tokens} tokens, a reserve of {reserve_tokens}, cache {cache!r}, priority {priority}",
-            f"at least one token; cache is one of {', '.join(_CACHE_POLICIES)}; priorities go from"
-            f" {PRIORITY_MIN} to {PRIORITY_MAX}",
-        )
+    if tokens < 1:
+        raise bad_value(f"a prompt of {tokens} tokens", "give a chain of at least one")
+    if reserve_tokens < 0:
+        raise bad_value(f"reserve_tokens {reserve_tokens}", "give 0 or more")
+    if cache not in _CACHE_POLICIES:
+        raise bad_value(f"cache {cache!r}", f"give one of {', '.join(map(repr, _CACHE_POLICIES))}")
+    if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+        raise bad_value(f"priority {priority}", f"give {PRIORITY_MIN} to {PRIORITY_MAX}")
 
 
 def _known_blocks(channel: SessionChannel, chain: KeyChain, key_count: int) -> int:

@@ -88,6 +88,16 @@ ROLES_OF_VERB: Final[Mapping[type[wire.Header], frozenset[Role]]] = {
 }
 
 
+#: Commands with another name than their request.
+_COMMANDS: Final[Mapping[type[wire.Header], str]] = {wire.ClearNamespace: "clear", wire.StorageControl: "storage"}
+
+
+def _name_of(request: wire.Header) -> str:
+    """What the user has called: an operator a command; an engine's verbs have the names of the protocol."""
+    verb = str(type(request).__struct_config__.tag)
+    return verb if Role.ENGINE in roles_for(request) else _COMMANDS.get(type(request), verb.replace("_", "-"))
+
+
 def roles_for(request: wire.Header) -> frozenset[Role]:
     """Any of these roles may send this request."""
     if isinstance(request, wire.StorageControl) and request.action == "status":
@@ -145,7 +155,7 @@ class Grants:
         if self.is_own:
             return
         if not self.roles & roles_for(request):
-            self._refuse(roles_for(request), str(type(request).__struct_config__.tag))
+            self._refuse(roles_for(request), _name_of(request))
         if isinstance(request, (wire.Pin, wire.Unpin)) and Role.OPERATE not in self.roles:
             self._check_target(request.target)
 

@@ -185,7 +185,7 @@ class Admission:
     def _replica(self, request: wire.Hello) -> Replica:
         replica = self._replicas.get(request.replica)
         if replica is None:
-            raise unknown_replica(request.replica, self._replicas)
+            raise unknown_replica(request.replica, self._replicas, "connect with OffloadClient, or add a [[replica]]")
         check_layout(request.layout, replica)
         return replica
 

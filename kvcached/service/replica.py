@@ -217,14 +217,14 @@ def check_replica(name: str, replicas: Mapping[str, Replica]) -> None:
         RequestError: no replica has this name.
     """
     if name and name not in replicas:
-        raise unknown_replica(name, replicas)
+        raise unknown_replica(name, replicas, "name none, which means all of it")
 
 
-def unknown_replica(name: str, replicas: Iterable[str]) -> RequestError:
-    """The error for a request that names a replica which is not configured."""
-    return request_error(
-        ErrorCode.UNKNOWN_REPLICA, f"there is no replica {name!r}", f"configured are: {', '.join(sorted(replicas))}"
-    )
+def unknown_replica(name: str, replicas: Collection[str], otherwise: str) -> RequestError:
+    """The error for a request that names a replica which is not configured; `otherwise` is what to do without any."""
+    named = f"configured are: {', '.join(sorted(replicas))}"
+    fix = named if replicas else f"this daemon has no replicas, only namespaces of engines in offload mode: {otherwise}"
+    return request_error(ErrorCode.UNKNOWN_REPLICA, f"there is no replica {name!r}", fix)
 
 
 class NamedNamespace(NamedTuple):

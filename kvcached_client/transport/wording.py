@@ -24,7 +24,9 @@ _ARGUMENTS: Final[Mapping[tuple[str, str], str]] = {
     **{("hello_offload", name): f"layout.{name}" for name in ("block_size", "shards", "block_bytes", "fingerprint")},
 }
 #: How a field is refused: what is expected, maybe what came, and the field.
-_REFUSED: Final = re.compile(r"Expected (?P<what>.*) - at `\$\.(?P<field>\w+)(?P<item>.*)`")
+_REFUSED: Final = re.compile(
+    r"(Expected (?P<what>.*)|Invalid enum value (?P<value>.*)) - at `\$\.(?P<field>\w+)(?P<item>.*)`"
+)
 
 
 def method_of(request: Header) -> str:
@@ -40,5 +42,35 @@ def about_argument(request: Header, error: RequestError) -> RequestError:
         return error
     verb = str(request.__struct_config__.tag)
     argument = _ARGUMENTS.get((verb, found["field"]), found["field"]) + found["item"]
-    what = found["what"].replace("`", "")
-    return request_error(error.code, f"{argument} of {method_of(request)}: expected {what}", f"correct {argument}")
+    said = f"{found['value']} is not allowed" if found["what"] is None else f"expected {found['what'].replace('`', '')}"
+    allowed = "" if found["item"] else _allowed(request, found["field"])
+    fix = f"give {allowed}" if allowed else f"correct {argument}"
+    return request_error(error.code, f"{argument} of {method_of(request)}: {said}", fix)
+
+
+def _allowed(request: Header, name: str) -> str:
+    """What a field of a request may be, in words; empty where its type alone does not say it."""
+    from msgspec import inspect  # noqa: PLC0415 - takes a while, and only who has made a mistake needs it
+
+    told = inspect.type_info(type(request))
+    kinds = [each.type for each in told.fields if each.name == name] if isinstance(told, inspect.StructType) else []
+    match kinds:
+        case [inspect.LiteralType(values) | inspect.EnumType(cls=values)]:
+            return f"one of {', '.join(repr(getattr(each, 'value', each)) for each in values)}"
+        case [inspect.StrType(min_length=least, max_length=most)]:
+            return f"text of {_between(least, most)} characters"
+        case [inspect.BytesType(min_length=least, max_length=most)]:
+            return f"{_between(least, most)} bytes"
+        case [inspect.IntType(ge=least, le=most)]:
+            return f"a whole number, {_between(least, most)}"
+        case [inspect.FloatType(ge=least, le=most)]:
+            return f"a number, {_between(least, most)}"
+    return ""
+
+
+def _between(least: float | None, most: float | None) -> str:
+    if least == most and least is not None:
+        return str(least)
+    if least is None:
+        return "of any size" if most is None else f"at most {most}"
+    return f"at least {least}" if most is None else f"{least} to {most}"

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
+from kvcached.cli.main import main
 from kvcached.config.access import AccessConfig, EngineAccess
 from kvcached.process import user_names
 from kvcached.process.access import ROLES_OF_VERB, Access, Role, Users
@@ -50,6 +51,18 @@ VERBS: dict[str, Request] = {
 VERBS["storage_control"] = StorageControl(id=1, action="clear")
 
 
+def called(verb: str) -> str:
+    """What messages name: an operator's command, or an engine's verb."""
+    if Role.ENGINE in ALLOWED[verb]:
+        return verb
+    return {"clear_namespace": "clear", "storage_control": "storage"}.get(verb, verb.replace("_", "-"))
+
+
+def test_what_operators_may_not_do_is_named_as_they_call_it() -> None:
+    """A verb that is for operators is refused under the name of its command, which the person has typed."""
+    assert {called(verb) for verb, roles in ALLOWED.items() if Role.ENGINE not in roles} <= main.commands.keys()
+
+
 def test_every_verb_has_roles() -> None:
     """Every request of the protocol has its roles, and this file says which."""
     assert set(ROLES_OF_VERB) == set(get_args(Request))
@@ -68,7 +81,7 @@ def test_verb_is_for_its_roles(verb: str, role: Role) -> None:
         grants.check(VERBS[verb])
     error = caught.value
     assert error.code is ErrorCode.FORBIDDEN
-    assert error.message.startswith(f"{verb} needs the role ")
+    assert error.message.startswith(f"{called(verb)} needs the role ")
     assert error.message.endswith(f"and user {SOMEBODY} has {role}")
     key = "access.look" if Role.LOOK in ALLOWED[verb] else "access.operate"
     assert ("[[access.engine]]" if ALLOWED[verb] == {Role.ENGINE} else key) in error.fix

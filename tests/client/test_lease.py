@@ -430,6 +430,25 @@ def test_stale_lease_is_not_given_back(daemon: FakeDaemon, connect: Connect) -> 
     assert daemon.of(Release) == []
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("cache", "foo", "cache 'foo' (give one of 'all', 'prompt', 'nothing')"),
+        ("priority", 99, "priority 99 (give -8 to 7)"),
+        ("reserve_tokens", -1, "reserve_tokens -1 (give 0 or more)"),
+    ],
+)
+def test_option_that_is_out_of_range_is_named(
+    daemon: FakeDaemon, connect: Connect, option: str, value: Any, words: str
+) -> None:
+    """Of the options of an acquire, the one at fault is told with its range, and no other."""
+    client = connect()
+    with pytest.raises(BadRequest) as caught:
+        client.acquire("a", client.chain(range(8)), **{option: value})
+    assert str(caught.value) == f"bad_value: {words}"
+    assert daemon.of(Acquire) == []
+
+
 @pytest.mark.parametrize("number", [7.9, "8", [1], True])
 def test_tokens_are_whole_numbers(daemon: FakeDaemon, connect: Connect, number: Any) -> None:
     """Another kind of number is refused where it was given; numbers of NumPy are taken, and the lease is unchanged."""

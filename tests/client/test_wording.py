@@ -11,8 +11,10 @@ import pytest
 from kvcached_client import AsyncClient, BadRequest, Client, RequestError, map_pool
 from kvcached_client.errors import ErrorCode, Fault, request_error
 from kvcached_client.offload import Offered, OffloadClient, OffloadLayout
+from kvcached_client.protocol.admin import SetPolicy, SetWeights
 from kvcached_client.protocol.engine import Acquire, ErrorReply, Hello, HelloOffload, decode_request, encode
 from kvcached_client.protocol.fields import Header
+from kvcached_client.protocol.sessions import Prefetch
 from kvcached_client.transport.wording import about_argument
 from kvcached_client.types import LeaseId
 from tests.client.fake_daemon import FakeDaemon
@@ -32,11 +34,16 @@ def refused(request: Header) -> str:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"request": "x" * 300}, "request of acquire: expected str of length <= 256 (correct request)"),
-        ({"tokens": -1}, "tokens of acquire: expected int >= 0 (correct tokens)"),
-        ({"tokens": 1.5}, "tokens of acquire: expected int, got float (correct tokens)"),
-        ({"priority": 8}, "priority of acquire: expected int <= 7 (correct priority)"),
-        ({"reserve": -2}, "reserve_tokens of acquire: expected int >= 0 (correct reserve_tokens)"),
+        (
+            {"request": "x" * 300},
+            "request of acquire: expected str of length <= 256 (give text of 1 to 256 characters)",
+        ),
+        ({"request": ""}, "request of acquire: expected str of length >= 1 (give text of 1 to 256 characters)"),
+        ({"tokens": -1}, "tokens of acquire: expected int >= 0 (give a whole number, 0 to 1048576)"),
+        ({"tokens": 1.5}, "tokens of acquire: expected int, got float (give a whole number, 0 to 1048576)"),
+        ({"priority": 8}, "priority of acquire: expected int <= 7 (give a whole number, -8 to 7)"),
+        ({"reserve": -2}, "reserve_tokens of acquire: expected int >= 0 (give a whole number, 0 to 1048576)"),
+        ({"full": 1}, "full of acquire: expected bool, got int (correct full)"),
     ],
 )
 def test_field_of_acquire_is_its_argument(changed: dict[str, Any], words: str) -> None:
@@ -47,15 +54,44 @@ def test_field_of_acquire_is_its_argument(changed: dict[str, Any], words: str) -
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"label": ""}, "label of connect: expected str of length >= 1 (correct label)"),
-        ({"keyspace": bytes(31)}, "keyspace of connect: expected bytes of length >= 32 (correct keyspace)"),
-        ({"shards": 0}, "layout.shards of connect: expected int >= 1 (correct layout.shards)"),
+        ({"label": ""}, "label of connect: expected str of length >= 1 (give text of 1 to 128 characters)"),
+        ({"keyspace": bytes(31)}, "keyspace of connect: expected bytes of length >= 32 (give 32 bytes)"),
+        ({"shards": 0}, "layout.shards of connect: expected int >= 1 (give a whole number, 1 to 64)"),
     ],
 )
 def test_field_of_a_hello_is_an_argument_of_connect(changed: dict[str, Any], words: str) -> None:
     """Nobody calls hello: the method is connect, and what describes blocks is in its layout."""
     fields = {"id": 1, "version_min": 1, "version_max": 1, "member": bytes(32), **GOOD, **LAYOUT, **changed}
     assert refused(HelloOffload(**fields)) == f"malformed: {words}"
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (
+            Prefetch(id=1, tokens=1, stop=cast("Any", "foo")),
+            "stop of prefetch: 'foo' is not allowed (give one of 'best_effort', 'timeout', 'wait_complete')",
+        ),
+        (
+            Prefetch(id=1, tokens=1, prefill_tokens_per_s=-1.0),
+            "prefill_tokens_per_s of prefetch: expected float >= 0.0 (give a number, at least 0)",
+        ),
+        (
+            SetPolicy(id=1, target="default", policy=cast("Any", "foo")),
+            (
+                "policy of set_policy: 'foo' is not allowed (give one of 'write_through', 'write_through_selective', "
+                "'write_back', 'never')"
+            ),
+        ),
+        (
+            SetWeights(id=1, target="default", version=""),
+            "version of set_weights: expected str of length >= 1 (give text of 1 to 256 characters)",
+        ),
+    ],
+)
+def test_argument_is_told_with_what_is_allowed(request_: Header, words: str) -> None:
+    """Choices are named, and so is the length of a text and the size of a number, as the message's field has them."""
+    assert refused(request_) == f"malformed: {words}"
 
 
 def test_other_errors_keep_their_words() -> None:

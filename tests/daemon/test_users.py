@@ -107,7 +107,7 @@ def test_each_role_does_its_own_and_nothing_else(place: Path) -> None:
         with admin(LOOKER, run_dir, gid=GROUP) as looker:
             assert (looker.ask("health"), looker.ask("stats")) == ("True", "0")
             said = looker.ask("clear")
-            assert "forbidden: clear_namespace needs the role operate, and user 12002 has look" in said
+            assert "forbidden: clear needs the role operate, and user 12002 has look" in said
             assert "access.operate" in said
         with admin(OPERATOR, run_dir) as operator:
             done = [operator.ask(each) for each in ("health", "pause", "resume", "clear")]

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from kvcached.core.insight.invariants import check
+from kvcached.service.replica import check_replica
 from kvcached_client.errors import ErrorCode, RequestError
 from kvcached_client.protocol import engine as wire
 from kvcached_client.protocol.attach import JoinedHost
@@ -102,6 +103,15 @@ def test_daemon_without_offload_mode_says_so() -> None:
     refusal = office.expect(wire.ErrorReply, hello)
 
     assert (refusal.code, "[offload]" in refusal.fix) == (ErrorCode.UNKNOWN_REPLICA, True)
+
+
+def test_daemon_without_replicas_does_not_list_them() -> None:
+    """Whoever names a replica where there is none is told so, and what to do instead; no empty list is shown."""
+    with pytest.raises(RequestError) as caught:
+        check_replica("x", {})
+
+    told = "this daemon has no replicas, only namespaces of engines in offload mode: name none, which means all of it"
+    assert (caught.value.message, caught.value.fix) == ("there is no replica 'x'", told)
 
 
 def test_connection_has_one_session_of_either_kind(office: OffloadOffice) -> None:
