@@ -35,7 +35,7 @@ from kvcached_client.rejoin import Reserve, declare, rejoin
 from kvcached_client.transport.attach import SessionGrant
 from kvcached_client.transport.misses import Failures
 from kvcached_client.transport.patience import with_patience
-from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
+from kvcached_client.transport.session import BlockingSession, EngineSession, SessionChannel, open_channel
 from kvcached_client.transport.steps import Steps, complete
 from kvcached_client.types import NO_FENCE, ChainKind, FenceSequence
 
@@ -234,7 +234,7 @@ class ClientSteps(EngineSession):
             self._reserve = Reserve(keeper) if keeper.granted else None
 
 
-class Client(ClientSteps, ReportCalls, PrefetchCalls):
+class Client(ClientSteps, BlockingSession, ReportCalls, PrefetchCalls):
     """An engine's session on one replica's pool. A context manager. For one thread at a time.
 
     A call, or `close`, while another thread is inside a call raises `RuntimeError`, and changes nothing.

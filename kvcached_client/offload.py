@@ -62,7 +62,7 @@ from kvcached_client.protocol.sessions import StopPolicy
 from kvcached_client.transport.patience import with_patience
 from kvcached_client.transport.preparations import Preparations
 from kvcached_client.transport.prompts import keys_behind
-from kvcached_client.transport.session import EngineSession, SessionChannel, open_channel
+from kvcached_client.transport.session import BlockingSession, SessionChannel, open_channel
 from kvcached_client.transport.steps import PendingReply, waiting
 from kvcached_client.types import KEY_SIZE_BYTES, LeaseId, TransferId
 
@@ -85,7 +85,7 @@ def new_instance() -> bytes:
     return os.urandom(_INSTANCE_BYTES)
 
 
-class OffloadClient(EngineSession):
+class OffloadClient(BlockingSession):
     """An engine's session in offload mode. A context manager. For one thread at a time, as `Client`; not after a fork.
 
     Every call blocks, until its deadline at most. The form of a call that begins with ``begin_`` sends the request and

@@ -49,6 +49,8 @@ class ConnectOptions(TypedDict, total=False):
 class AsyncClient(ClientSteps):
     """As `kvcached_client.Client`, with calls that are awaited. For ``async with``; belongs to one event loop.
 
+    That is the loop of its first call: a call in another one raises `RuntimeError`, and changes nothing.
+
     Tasks may call it at the same time. Each call is sent at once, in the order of the calls, and while its task waits
     for the reply, others run: so the calls of a step, started together, take one round trip.
 
@@ -67,6 +69,7 @@ class AsyncClient(ClientSteps):
     def __init__(self, channel: SessionChannel, welcome: Welcome, *, heartbeat: bool) -> None:
         """Use `connect`."""
         super().__init__(channel, welcome, heartbeat=heartbeat)
+        self._loop: asyncio.AbstractEventLoop | None = None  #: whose tasks make the calls, from the first one on
         self._replies: Replies | None = None  #: of the present channel, from the first call on
         self._rejoining: asyncio.Future[None] | None = None  #: the attempt to rejoin that is under way
         self._places = asyncio.Semaphore(CALLS_MAX)
@@ -119,6 +122,7 @@ class AsyncClient(ClientSteps):
         Calls that are made meanwhile wait until it is over. An attempt goes on although its task is cancelled; calling
         this again then waits for the same attempt.
         """
+        self._check_loop()
         if self._rejoining is None and self._channel.is_connected() and self.is_alive:
             if self._replies is not None:
                 self._replies.wake()  # replies may have been read
@@ -136,8 +140,10 @@ class AsyncClient(ClientSteps):
         if self._channel.is_forked:  # the loop, and whoever waits in it, are the parent's
             self.close()
             return
-        if self._replies is not None and self._replies.is_loop_closed:
-            self._forget_replies()  # the goodbye's reply is awaited in the loop that runs
+        if self._loop is not None and self._loop.is_closed():
+            self._loop = None  # the goodbye's reply is awaited in the loop that runs
+            self._forget_replies()
+        self._check_loop()
         try:
             await self._carry_out(self.leaving())
             if self._channel.is_waiting_in_vain:
@@ -151,6 +157,7 @@ class AsyncClient(ClientSteps):
 
     async def carry_out(self, steps: Steps[T]) -> T:
         """The result of a call, which is sent now, or as soon as there is a place and no attempt to rejoin."""
+        self._check_loop()
         async with self._places:
             try:
                 return await self._carry_out(steps)
@@ -179,6 +186,21 @@ class AsyncClient(ClientSteps):
         if self._replies is None:
             self._replies = Replies(self._channel, asyncio.get_running_loop(), self)
         return self._replies
+
+    def _check_loop(self) -> None:
+        """Refuse a call in another event loop, before it is sent: the first loop reads the replies.
+
+        Raises:
+            RuntimeError: an earlier call was made in another loop.
+        """
+        running = asyncio.get_running_loop()
+        self._loop = self._loop or running
+        if self._loop is not running and not self._channel.is_forked:
+            is_over = ", which is closed" if self._loop.is_closed() else ""
+            raise RuntimeError(
+                f"this client belongs to another event loop{is_over}: nothing was sent; connect a client in each loop, "
+                "and await its calls there"
+            )
 
     def _prefetching(self, chain: KeyChain, **options: Unpack[PrefetchOptions]) -> Steps[PrefetchResult]:
         # A function of its own, so that the channel is that of the first step.

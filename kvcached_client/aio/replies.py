@@ -49,11 +49,6 @@ class Replies:
         self._drop = weakref.finalize(owner, self._owner_was_dropped)
         self._drop.atexit = False
 
-    @property
-    def is_loop_closed(self) -> bool:
-        """Whether the tasks that were to be woken are no more."""
-        return self._loop.is_closed()
-
     async def carry_out(self, steps: Steps[T]) -> T:
         """A call's result. If the task is cancelled, the call is given up as after a missed deadline.
 
@@ -129,7 +124,7 @@ class Replies:
         """
         descriptors, self._descriptors = self._descriptors, ()
         self._drop.detach()
-        if self._channel.is_forked or self.is_loop_closed:
+        if self._channel.is_forked or self._loop.is_closed():
             return
         for descriptor in descriptors:
             self._loop.remove_reader(descriptor)

@@ -237,5 +237,7 @@ def _tokens(sequence: torch.Tensor) -> list[int]:
         raise ValueError(f"tokens in a {type(sequence).__name__}: {fix}")  # noqa: TRY004 - as of any other wrong tokens
     if sequence.ndim != 2 or sequence.shape[0] != 1:  # noqa: PLR2004 - a batch, and tokens
         raise ValueError(f"tokens of shape {list(sequence.shape)}: one sequence at a time, [1, tokens]")
+    if sequence.is_floating_point() or sequence.is_complex() or sequence.dtype is torch.bool:
+        raise ValueError(f"tokens of {sequence.dtype}: give whole numbers, as the tokenizer returns them")
     tokens: list[int] = sequence[0].tolist()
     return tokens

@@ -25,7 +25,12 @@ _CROSS_ATTENTION: Final = frozenset({"encoder_attn", "crossattention", "cross_at
 
 
 def check_model(model: Model) -> None:
-    """Raise ValueError where equal tokens need not have equal KV."""
+    """Raise ValueError for what is no model, and where equal tokens need not have equal KV."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise ValueError(
+            f"a {type(model).__name__} in place of a model: load one of transformers first, as with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
     if model.training:
         raise ValueError("the model is in training mode, in which it computes something else: call model.eval()")
     for reason in itertools.chain(_inputs(model), _weights(model), replaced_code(model), _attention(model)):

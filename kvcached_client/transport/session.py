@@ -289,7 +289,7 @@ def open_channel(
 
 
 class EngineSession:
-    """An open session with its heartbeats, until `close`. A context manager.
+    """An open session with its heartbeats, until `close`.
 
     Attributes:
         session: what shard processes need to join.
@@ -387,12 +387,6 @@ class EngineSession:
             yield from self._saying_goodbye()
         self._is_closed = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _new_heartbeat(self, welcome: Welcome | WelcomeOffload, generation: int | None) -> Heartbeat:
         heartbeat = Heartbeat(
             self._channel.path,
@@ -415,3 +409,13 @@ class EngineSession:
             _log.info("kvcached session %d closed without the daemon's reply: %s", self.session.id, error)
             if isinstance(error, DaemonUnreachable):  # then the goodbye was not sent
                 self._channel.say_bye()
+
+
+class BlockingSession(EngineSession):
+    """A session whose calls block. A context manager: the end of a ``with`` statement closes it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

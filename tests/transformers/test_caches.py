@@ -223,10 +223,16 @@ def test_wrong_arguments_are_named(run_dir: Path) -> None:
         options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, CACHE_ARGUMENT: cache}
         with pytest.raises(ValueError, match=r"tokens in a Generate\w*Output: give its \.sequences"):
             prompts.store(model.generate(prompt, **options), cache)
+        for kind in (torch.float32, torch.complex64, torch.bool):
+            with pytest.raises(ValueError, match=f"tokens of {kind}: give whole numbers"):
+                prompts.load(torch.ones((1, 20), dtype=kind))
         with pytest.raises(ValueError, match=r"tokens in a list: give a tensor of shape \[1, tokens\]"):
             prompts.load(wrong)
         with pytest.raises(ValueError, match=r"the cache is a list: give that which generate was given"):
             prompts.store(prompt, wrong)
+    for what in ("gpt2", torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=rf"a {type(what).__name__} in place of a model: load one of transformers"):
+            PromptCache.connect(what, run_dir)
     with pytest.raises(ValueError, match="block_size True"):
         PromptCache.connect(model, run_dir, block_size=True)
     with pytest.raises(ValueError, match=r"deadline_ms is 1\.5, a whole number is needed"):
