@@ -72,7 +72,9 @@ class Stop:
         await workers.close(max(left_s, WORKERS_STOP_S_MIN))
 
     async def note(self, file: LedgerFile, epoch: int, replicas: Sequence[Replica], health: HealthRequests) -> None:
-        """Say to the next daemon that this one stops in order, with all its CUDA devices: a replica may move then.
+        """Say to the next daemon that this one stops in order, with all its CUDA devices, if it has any.
+
+        A replica may move then, and memory that nobody has kept is no surprise.
 
         Idle workers do not notice that their device is lost: so all are asked now. A pool that sleeps is not: it sleeps
         on after the next start, and wakes on its own devices only.
@@ -84,9 +86,9 @@ class Stop:
             health: checks them.
         """
         on_devices = [each for each in replicas if each.cuda_ordinals]
-        if not on_devices or self._ends_s is None or any(each.is_degraded for each in on_devices):
+        if self._ends_s is None or any(each.is_degraded for each in on_devices):
             return
-        if doubts := await health.doubts(on_devices, DEVICES_ANSWER_S):
+        if on_devices and (doubts := await health.doubts(on_devices, DEVICES_ANSWER_S)):
             words = "the next daemon moves no replica to another CUDA device, because one may be lost: %s"
             _log.warning(words, "; ".join(doubts))
             return

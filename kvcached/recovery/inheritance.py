@@ -99,9 +99,7 @@ async def inherit(
     """
     found, ledger = take_stored(), read_ledger(run_dir / LEDGER_NAME)
     if ledger is not None and (missing := _missing(found, ledger)):
-        why = "the supervisor or the keeper of the daemon before has ended, or there was none"
-        why += f", or the pools had more parts than it keeps, usually {KEPT_MAX}"
-        _log.warning("nobody has kept %s for this daemon, and the blocks are lost: %s", " and ".join(missing), why)
+        _tell_of_loss(" and ".join(missing), found, ledger, is_stopped=has_stopped(run_dir, ledger))
     memory = _kept_host(found, host, ledger, dropped, has_offload=has_offload)
     is_kept = memory is not None
     if memory is None:
@@ -196,6 +194,23 @@ def _kept_tokens(found: dict[str, list[int]], parts: ExitStack) -> dict[int, Tok
         for other in found.pop(name):
             os.close(other)
     return tables
+
+
+def _tell_of_loss(missing: str, found: Mapping[str, list[int]], ledger: Ledger, *, is_stopped: bool) -> None:
+    """Say why memory of the daemon before is not there. Behind a stop in order, its keeper was stopped, too."""
+    part_count = (ledger.host is not None) + sum(
+        len(each.memory) + (each.headers is not None) for each in ledger.replicas if not each.asleep
+    )
+    if part_count > KEPT_MAX:
+        why = f"the pools had {part_count} parts, and the supervisor or the keeper usually keeps {KEPT_MAX}"
+    elif found:
+        why = "the supervisor or the keeper has kept other parts only"
+    elif is_stopped:
+        _log.info("the daemon before was stopped, and nobody has kept %s since: the cache begins empty", missing)
+        return
+    else:
+        why = "the supervisor or the keeper of the daemon before has ended, or there was none"
+    _log.warning("nobody has kept %s for this daemon, and the blocks are lost: %s", missing, why)
 
 
 def _kept_host(

@@ -136,7 +136,7 @@ class Replies:
         """Close, in the thread of the loop: this may be another one, because the garbage collector runs in any."""
         if not self._descriptors:  # it was closed before
             return
-        if self._channel.is_forked or self.is_loop_closed:
+        if self._channel.is_forked or self._loop.is_closed():
             self._channel.close()
         else:
             with suppress(RuntimeError):  # the loop was closed just now, and watches nothing

@@ -17,6 +17,7 @@ import pytest
 
 from kvcached_client import Admin, Client, DaemonFailure, DaemonUnreachable, ErrorCode
 from tests.daemon.conftest import CONFIG, EngineProcess, RunningDaemon, started
+from tests.daemon.supervised import supervised
 from tests.daemon.test_deaths import children
 from tests.line_process import LineProcess
 from tests.project.daemon_process import clean_environment
@@ -208,3 +209,13 @@ def test_daemon_runs_without_a_standard_stream(closed: int, tmp_path: Path) -> N
                 assert process.wait(PATIENCE_S) == 0
             finally:
                 process.kill()
+
+
+def test_start_behind_a_stop_in_order_warns_of_no_loss(tmp_path: Path) -> None:
+    """After a stop of the supervisor, by which its memory ends, the next start says so, and not as a warning."""
+    for _ in range(2):
+        with supervised(tmp_path, CONFIG) as running:
+            pass
+
+    assert "INFO kvcached.recovery.inheritance: the daemon before was stopped, and nobody has kept" in running.log
+    assert "WARNING" not in running.log

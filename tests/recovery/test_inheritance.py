@@ -162,8 +162,44 @@ def test_memory_that_nobody_has_kept_is_told(
 
     lost = "nobody has kept the host pool and the device pool of replica awake for this daemon, and the blocks are lost"
     assert (lost in caplog.text) == (not is_given)
-    assert ("or the pools had more parts than it keeps, usually 256\n" in caplog.text) == (not is_given)
+    assert ("has ended, or there was none\n" in caplog.text) == (not is_given)
     assert ("keeps the new host pool" in caplog.text) == (not is_given)
+
+
+@pytest.mark.parametrize(
+    ("cause", "level", "why"),
+    [
+        ("stop", "INFO", "the daemon before was stopped, and nobody has kept the host pool and the device pool of"),
+        ("kill", "WARNING", "has ended, or there was none"),
+        ("parts", "WARNING", "the pools had 301 parts, and the supervisor or the keeper usually keeps 256"),
+        ("other", "WARNING", "the supervisor or the keeper has kept other parts only"),
+    ],
+)
+def test_reason_of_a_loss_is_told_as_far_as_it_is_known(
+    tmp_path: Path,
+    kept_by: Manager,
+    host: HostMemory,
+    caplog: pytest.LogCaptureFixture,
+    cause: str,
+    level: str,
+    why: str,
+) -> None:
+    """A stop in order with its supervisor is no reason for a warning; too many parts are named where there are."""
+    record = ReplicaRecord(
+        name="a", fingerprint="", namespace="", generation=0, weights_version="", slots=16,
+        memory=(host.identity,) * (300 if cause == "parts" else 2),
+    )  # fmt: skip
+    ledger = msgspec.structs.replace(ledger_of(host, None), replicas=(record,))
+    if cause == "stop":
+        LedgerFile(tmp_path / LEDGER_NAME).note_stop(ledger.epoch)
+    if cause == "other":
+        kept_by.store("device-a-0", host.descriptor)
+
+    with caplog.at_level("INFO"):
+        is_kept(tmp_path, OFFLOAD, ledger)
+
+    (told,) = (each for each in caplog.records if "nobody has kept" in each.getMessage())
+    assert (told.levelname, why in told.getMessage()) == (level, True)
 
 
 def test_first_start_has_lost_nothing(tmp_path: Path, kept_by: Manager, caplog: pytest.LogCaptureFixture) -> None:
