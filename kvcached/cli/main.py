@@ -62,12 +62,12 @@ _CHECKOUT: Final = Path(__file__).resolve().parents[2]
 #: Headings in order; under each its commands, with what fits a line of 80 columns.
 SECTIONS: Final = {
     "Set up": {
-        "demo": "Kill an engine and reuse its cached blocks.",
         "init": "Write a configuration and a systemd unit.",
         "check-config": "Check a configuration against this machine.",
         "capacity": "Print how many blocks and tokens a configuration holds.",
         "keys": "Make a key for other machines, or show its public key.",
         "doctor": "Check an engine's environment and its arguments.",
+        "demo": "In a checkout: kill an engine, reuse its cached blocks.",
     },
     "Run": {
         "serve": "Run the daemon until SIGTERM or SIGINT.",

@@ -208,12 +208,13 @@ def _later_samples(interval_s: float, count: int | None, run_dir: Path | None) -
 
 # --- lines ----------------------------------------------------------------------------------------------------------
 
-_COLUMNS: Final = ("device", "host", "missed", "hits", *_RATES.values(), *_BYTE_RATES)
+#: Fewer than a picture has: a line of 80 columns.
+_HEADING: Final = "device  host  missed  hits  committed  stored  loaded  evicted  MiB in  MiB out"
 
 
 def _print_lines(history: History, later: Iterator[Sample | str], *, as_json: bool) -> None:
     if not as_json:
-        click.echo("  ".join(_COLUMNS))
+        click.echo(_HEADING)
     for sample in later:
         if isinstance(sample, str):
             click.echo(f"kvcached: {sample}", err=True)
@@ -222,7 +223,8 @@ def _print_lines(history: History, later: Iterator[Sample | str], *, as_json: bo
         if as_json:
             print_json(figures(history))
         else:
-            click.echo("  ".join(f"{each:>{len(name)}}" for each, name in zip(_cells(history), _COLUMNS, strict=True)))
+            columns = zip(_cells(history), _HEADING.split("  "), strict=True)
+            click.echo("  ".join(f"{each:>{len(name)}}" for each, name in columns))
 
 
 def figures(history: History) -> dict[str, object]:
@@ -241,8 +243,11 @@ def figures(history: History) -> dict[str, object]:
 def _cells(history: History) -> list[str]:
     hits = history.latest.hits.since(history.previous.hits)
     now, before = history.latest, history.previous
-    rates = [*now.rates(before).values(), *now.mib_rates(before).values()]
-    return [*map(str, hits), _percent(hits.rate), *map(_short, rates)]
+    rates, mib = now.rates(before), now.mib_rates(before)
+    shown = [rates[f"{what}_blocks"] for what in ("committed", "stored", "loaded")]
+    shown += [rates["evicted_blocks"] + rates["host_evicted_blocks"]]
+    shown += [mib["MiB stored in host"], mib["MiB loaded from host"]]
+    return [*map(str, hits), _percent(hits.rate), *map(_short, shown)]
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

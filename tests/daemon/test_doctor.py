@@ -71,6 +71,8 @@ def test_doctor_finds_a_good_environment_good(offload_daemon: RunningDaemon) -> 
     assert (result.exit_code, printed["ok"], by_level(findings, "fail")) == (0, True, [])
     steps = ["sockets", "daemon", "credentials", "offload mode", "memory", "round trip"]
     assert [check for check in by_level(findings, "ok") if check in steps] == steps
+    (trip,) = (each.text for each in findings if each.check == "round trip")
+    assert trip.endswith("cleared; reports list the empty namespace 'doctor' from now on")
     with Admin.connect(offload_daemon.run_dir) as admin:
         (host,) = (host for host in admin.stats().hosts if host.label == "doctor")
         assert (host.sessions, host.leases, host.slabs, admin.check().violations) == (0, 0, 0, ())

@@ -402,3 +402,5 @@ def test_help_lists_every_command_once() -> None:
         assert f"\n{heading}:\n" in text
         for command, words in commands.items():
             assert any(line.split(maxsplit=1) == [command, words] for line in text.splitlines()), command
+    command, words = list(SECTIONS["Set up"].items())[-1]  # what an installed package does not have, for beginners last
+    assert (command, words.partition(":")[0]) == ("demo", "In a checkout")

@@ -18,7 +18,7 @@ from rich.screen import Screen
 import kvcached_client
 from kvcached.__main__ import _told
 from kvcached.cli.main import ExitCode, main
-from kvcached.cli.top import HISTORY_LENGTH, History, Sample, picture
+from kvcached.cli.top import _BYTE_RATES, _RATES, HISTORY_LENGTH, History, Sample, picture
 from kvcached_client.errors import DaemonUnreachable
 from kvcached_client.protocol.engine import StatsReport
 from tests.project.admins import ConnectedAdmin
@@ -217,6 +217,20 @@ def test_lines_follow_a_daemon_over_its_restart(monkeypatch: pytest.MonkeyPatch)
     assert before.split()[:4] == ["9", "0", "3", "75%"]
     assert after.split()[:4] == ["0", "0", "0", "-"]
     assert result.stderr == "kvcached: no daemon\n"
+    assert len(heading) <= 80
+
+
+def test_line_sums_up_evictions_and_shows_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second, a line has blocks committed, stored, loaded, and evicted in both tiers, and MiB in and out."""
+    monkeypatch.setattr(Sample, "rates", lambda now, then: {**dict.fromkeys(_RATES, 0.0), **now.growth(then)})
+    monkeypatch.setattr(Sample, "mib_rates", lambda *_: {name: float(len(name)) for name in _BYTE_RATES})
+    grown = {"committed_blocks": 8, "stored_blocks": 6, "evicted_blocks": 2, "host_evicted_blocks": 4}
+    monkeypatch.setattr(kvcached_client, "Admin", ListedReports(report({}), report(grown)))
+
+    heading, line = CliRunner().invoke(main, [*ASKED, "--samples", "1"]).stdout.splitlines()
+
+    assert heading.split()[4:] == ["committed", "stored", "loaded", "evicted", "MiB", "in", "MiB", "out"]
+    assert line.split()[4:] == ["8", "6", "0", "6", "18", "20"]
 
 
 def test_json_has_hits_rates_and_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
