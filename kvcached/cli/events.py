@@ -79,7 +79,7 @@ def _address(endpoint: str) -> str | tuple[str, int]:
     """The path of a socket, or host and port; what is neither is wrong usage."""
     if endpoint.startswith("ipc://"):
         return endpoint.removeprefix("ipc://")
-    from kvcached_client.transport.tcp import host_and_port
+    from kvcached_client.transport.run_dir import host_and_port
 
     address = host_and_port(endpoint)
     if address is None:

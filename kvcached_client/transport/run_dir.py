@@ -1,10 +1,11 @@
-"""The directory of the daemon's sockets. The daemon and its clients find it by the same rule."""
+"""Where a daemon is: the directory of its sockets, which it and its clients find by the same rule, or host and port."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvcached_client.errors import bad_value
 
@@ -58,3 +59,14 @@ def rpc_endpoint(run_dir: str | os.PathLike[str]) -> str:
         BadRequest: see `socket_path`.
     """
     return f"ipc://{socket_path(run_dir, RPC_SOCKET_NAME)}"
+
+
+def host_and_port(endpoint: str) -> tuple[str, int] | None:
+    """What ``tcp://HOST:PORT`` names; None where it is something else, or a host that no resolver takes."""
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as a connection does it
+    except ValueError:
+        return None
+    return (host, port) if host and port and endpoint == f"tcp://{parts.netloc}" else None

@@ -8,26 +8,15 @@ from __future__ import annotations
 import os
 import socket
 from typing import Final, NamedTuple, Self
-from urllib.parse import urlsplit
 
 from kvcached_client.errors import DaemonUnreachable, ErrorCode, RequestError, bad_value, request_error
 from kvcached_client.protocol.curve import CurveClient, KeyPair, NotLetIn, new_pair, pair_of
 from kvcached_client.protocol.greeting import ProtocolViolation
 from kvcached_client.protocol.key_files import key_of, key_text, read_key_file
+from kvcached_client.transport.run_dir import host_and_port
 
 _ENDPOINT: Final = "tcp://HOST:PORT"
 _MS_PER_S: Final = 1000
-
-
-def host_and_port(endpoint: str) -> tuple[str, int] | None:
-    """What ``tcp://HOST:PORT`` names; None where it is something else, or a host that no resolver takes."""
-    try:
-        parts = urlsplit(endpoint)
-        host, port = parts.hostname, parts.port
-        (host or "").encode("idna")  # as a connection does it
-    except ValueError:
-        return None
-    return (host, port) if host and port and endpoint == f"tcp://{parts.netloc}" else None
 
 
 class RemoteDaemon(NamedTuple):

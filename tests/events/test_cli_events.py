@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -203,6 +205,20 @@ def test_endpoint_that_is_none_is_wrong_usage(endpoint: str) -> None:
 
     assert result.exit_code == ExitCode.USAGE
     assert "give ipc:///PATH or tcp://HOST:PORT" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code", "says"),
+    [("tcp://127.0.0.1:1", ExitCode.UNREACHABLE, "Connection refused"), ("foo", ExitCode.USAGE, "give ipc:///PATH")],
+)
+def test_endpoint_needs_no_package_of_an_extra(endpoint: str, code: ExitCode, says: str) -> None:
+    """Events are neither encrypted nor authenticated: `kvcached events --endpoint` does without PyNaCl."""
+    without = "import sys; sys.modules['nacl'] = None; from kvcached.cli.main import main; main()"
+
+    call = [sys.executable, "-c", without, "events", "--endpoint", endpoint]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=TIMEOUT_S * 3)
+
+    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
 
 
 def test_run_directory_that_no_socket_fits_is_wrong_usage() -> None:
