@@ -224,7 +224,8 @@ async def _start(config: Config, epoch: int, stop: Stop, earlier: _Earlier, part
         for name in (name for name, memory in devices.items() if memory.lost is not None):
             service.wait_for_device(name)
         news.tell_to(service)
-        is_takeover = inheritance.is_kept or any(each.is_kept for each in replicas)
+        # Memory alone is none: a start that failed may have left it new and empty.
+        is_takeover = taken.is_any or bool(earlier.engine_pools.stats())
         await open_events(config, cache, service, book, parts, is_takeover=is_takeover)
         await start_storage(config, host, service, epoch, record, parts, is_takeover=is_takeover)
         open_tcp(config, service, parts, is_takeover=is_takeover)  # first: at the end it sends the last replies

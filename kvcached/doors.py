@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,8 +16,12 @@ from kvcached.events.token_book import TokenBook
 from kvcached.events_start import start_events
 from kvcached.server.attach import AttachServer
 from kvcached.server.rpc import RpcServer
+from kvcached.service.health import HealthRequests
 from kvcached.service.service import Service
 from kvcached_client.errors import ErrorCode, RequestError, request_error
+
+#: Between two tries to open a door that stayed closed.
+RETRY_S: Final = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +37,7 @@ class Door:
         packages: what it needs, as pip takes it; empty where it needs nothing.
         loss: what there is not while it stays closed.
         fix: what to do where the place cannot be bound; empty where the errors say it.
+        is_retried: whether it is tried again while it stays closed.
     """
 
     name: str
@@ -40,13 +46,14 @@ class Door:
     packages: str
     loss: str
     fix: str = ""
+    is_retried: bool = True
 
     def stay_closed(self, error: OSError | ImportError | RequestError, *, is_takeover: bool) -> str:
         """Fail the start, or go on without: neither a port nor a package is a reason to lose memory.
 
         Args:
             error: why it cannot be opened.
-            is_takeover: whether the daemon has taken over an earlier one's memory, which it serves all the same.
+            is_takeover: whether the daemon has taken over blocks or engines, which it serves all the same.
 
         Returns:
             Why it stays closed, for `kvcached health`.
@@ -56,14 +63,18 @@ class Door:
             RequestError: a package is missing, or a file cannot be used.
         """
         if is_takeover:
-            why = f"{self._in_words(error)}; {self.loss} until the next start"
-            log.error("%s", why)
+            log.error("%s", why := self.why_closed(error))
             return why
         if isinstance(error, OSError):
             raise OSError(error.errno, self._in_words(error)) from error
         if isinstance(error, ImportError):
             raise request_error(ErrorCode.INTERNAL, f"{self._place}{error}", self._install) from error
         raise error
+
+    def why_closed(self, error: OSError | ImportError | RequestError) -> str:
+        """Why it is closed, and until when."""
+        until = f"this is mended, which is tried every {RETRY_S:g} s" if self.is_retried else "the next start"
+        return f"{self._in_words(error)}; {self.loss} until {until}"
 
     @property
     def _place(self) -> str:
@@ -86,7 +97,56 @@ class Door:
 _ELSEWHERE: Final = "stop what listens there, or name an address of this machine that is free"
 HTTP: Final = Door("http", "listen", "http.conf", "prometheus_client h11", "there are no metrics", _ELSEWHERE)
 TCP: Final = Door("tcp", "listen", "tcp.conf", "PyNaCl", "other machines are not served", _ELSEWHERE)
-EVENTS: Final = Door("events", "", "http.conf", "", "there are no events", "make the place free, or name another one")
+EVENTS: Final = Door(
+    "events", "", "http.conf", "", "there are no events", "make the place free, or name another one", is_retried=False
+)
+
+
+class _Opening:
+    """Opens a door; if it stays closed, again after every pause, until it is open or the daemon stops.
+
+    Args:
+        start: opens it, and pushes what closes it.
+        health: is told while it is closed.
+    """
+
+    def __init__(self, door: Door, start: Callable[[ExitStack], None], health: HealthRequests) -> None:
+        self._door = door
+        self._start = start
+        self._health = health
+        self._held = ExitStack()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def first(self, *, is_takeover: bool) -> None:
+        """Open it. Raises as `Door.stay_closed`."""
+        try:
+            self._open()
+        except (OSError, ImportError, RequestError) as error:
+            self._wait(self._door.stay_closed(error, is_takeover=is_takeover))
+
+    def close(self) -> None:
+        """Close it, and try no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._held.close()
+
+    def _open(self) -> None:
+        with ExitStack() as parts:
+            self._start(parts)
+            self._held = parts.pop_all()
+
+    def _wait(self, why: str) -> None:
+        self._health.closed[self._door.name] = why
+        self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._again)
+
+    def _again(self) -> None:
+        try:
+            self._open()
+        except (OSError, ImportError, RequestError) as error:
+            self._wait(self._door.why_closed(error))
+        else:
+            del self._health.closed[self._door.name]
+            log.info("[%s] is open now", self._door.name)
 
 
 async def open_events(
@@ -118,19 +178,22 @@ def open_http(
         OSError: the address cannot be bound.
         RequestError: a package is missing.
     """
-    if config.http is None:
+    if (table := config.http) is None:
         return
-    try:
+
+    def start(held: ExitStack) -> None:
         from kvcached.monitoring.pages import DaemonPages, HostSize  # noqa: PLC0415 - needs an extra
         from kvcached.server.http import HttpServer  # noqa: PLC0415 - as above
 
         size = HostSize() if config.host is None else HostSize(config.host.slabs, config.host.slab_bytes)
-        http = HttpServer(config.http.address, DaemonPages(service, size, attach.refusals), attach.access)
-        parts.callback(http.close)
+        http = HttpServer(table.address, DaemonPages(service, size, attach.refusals), attach.access)
+        held.callback(http.close)
         http.start()
         service.health.sockets += http.files
-    except (OSError, ImportError) as error:
-        service.health.closed[HTTP.name] = HTTP.stay_closed(error, is_takeover=is_takeover)
+
+    opening = _Opening(HTTP, start, service.health)
+    parts.callback(opening.close)
+    opening.first(is_takeover=is_takeover)
 
 
 def open_tcp(config: Config, service: Service, parts: AsyncExitStack, *, is_takeover: bool) -> None:
@@ -140,15 +203,17 @@ def open_tcp(config: Config, service: Service, parts: AsyncExitStack, *, is_take
         OSError: the address cannot be bound.
         RequestError: the key file cannot be used, or a package is missing.
     """
-    if config.tcp is None:
+    if (table := config.tcp) is None:
         return
-    try:
+
+    def start(held: ExitStack) -> None:
         from kvcached.server.tcp import TcpDoor  # noqa: PLC0415 - needs an extra
 
-        rpc = RpcServer(TcpDoor(config.tcp), service)
-        parts.callback(rpc.close)
+        rpc = RpcServer(TcpDoor(table), service)
+        held.callback(rpc.close)
         rpc.start(asyncio.get_running_loop())
-    except (OSError, ImportError, RequestError) as error:
-        service.health.closed[TCP.name] = TCP.stay_closed(error, is_takeover=is_takeover)
-    else:
-        log.info("other machines are served at %s: %d keys are let in", rpc.endpoint, len(config.tcp.client))
+        log.info("other machines are served at %s: %d keys are let in", rpc.endpoint, len(table.client))
+
+    opening = _Opening(TCP, start, service.health)
+    parts.callback(opening.close)
+    opening.first(is_takeover=is_takeover)

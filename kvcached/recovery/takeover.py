@@ -67,6 +67,11 @@ class Takeover:
     shapes: dict[bytes, Shape] = field(default_factory=dict)
     sessions: list[FoundSession] = field(default_factory=list)
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything that would be lost with the memory."""
+        return bool(self.blocks or self.device_blocks or self.sessions)
+
 
 def take_over(
     ledger: Ledger,

@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvcached.recovery.supervise import serve_command
 from kvcached_client import Admin, Client
+from kvcached_client.protocol.key_files import write_key_file
 from tests.daemon.conftest import CONFIG, RunningDaemon, started
-from tests.project.daemon_process import clean_environment
+from tests.project.daemon_process import START_TIMEOUT_S, clean_environment
 from tests.project.source_tree import ROOT
 
 HOST = '\n[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n'
@@ -222,6 +224,35 @@ def test_tcp_port_is_served_and_a_taken_one_fails_the_start(tmp_path: Path) -> N
     assert ended.returncode == 3
     error = f"kvcached: [http] listen: Address already in use: 127.0.0.1, port {port}; stop what listens there, or"
     assert error.encode() in ended.stderr
+
+
+@pytest.mark.parametrize("table", ["http", "tcp", "events"])
+def test_every_start_fails_while_nothing_is_taken_over(table: str, tmp_path: Path) -> None:
+    """The empty pools that a failed start has left to its supervisor are no reason to serve without a table's port."""
+    path, key = tmp_path / "kvcached.toml", tmp_path / "daemon.key"
+    write_key_file(key, bytes(32))
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        client = f'[[tcp.client]]\nname = "x"\npublic_key = "{"0" * 40}"\nrole = "look"\n'
+        tables = {
+            "http": f'[http]\nlisten = "127.0.0.1:{port}"\n',
+            "tcp": f'[tcp]\nlisten = "127.0.0.1:{port}"\nkey_file = "{key}"\n{client}',
+            "events": f'[events]\nendpoint = "tcp://127.0.0.1:{port}"\n',
+        }
+        path.write_text(f"{CONFIG}{HOST}\n{tables[table]}")
+        options = serve_command(["--config", str(path), "--run-dir", str(tmp_path / "run")])
+        command = [sys.executable, "-m", "tests.recovery.supervised", '{"failed_starts_max": 2}', *options]
+        log_path = tmp_path / "run.log"
+        with (
+            log_path.open("wb") as log,
+            subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stderr=log) as supervisor,
+        ):
+            try:
+                status = supervisor.wait(START_TIMEOUT_S)
+            finally:
+                supervisor.terminate()
+    assert status == 3
+    assert log_path.read_text().count(f"kvcached: [{table}] ") == 2
 
 
 def test_next_daemon_serves_the_same_path(daemon: RunningDaemon, path: Path, tmp_path: Path) -> None:

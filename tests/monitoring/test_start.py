@@ -17,7 +17,9 @@ from kvcached import doors
 from kvcached.config.schema import Config, load_config
 from kvcached.process.access import Access
 from kvcached_client.errors import RequestError
+from kvcached_client.protocol.engine import HealthReport
 from tests.service.office import Office
+from tests.virtual_time import VirtualTimeLoop
 
 HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
 
@@ -77,6 +79,35 @@ def test_takeover_goes_on_without_a_taken_port(taken: int, tmp_path: Path, caplo
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert "Address already in use" in record.getMessage()
     assert wrong == {"http": record.getMessage()}
+
+
+def test_taken_port_is_tried_again(tmp_path: Path) -> None:
+    """A takeover without HTTP serves it within seconds of the port being free, and health is good again."""
+
+    async def main(other: socket.socket) -> tuple[HealthReport, HealthReport]:
+        async with AsyncExitStack() as parts:
+            attach: Any = NoAttach()
+            office = Office()
+            place = other.getsockname()
+            doors.open_http(config_at(tmp_path, place[1]), office.service, attach, parts, is_takeover=True)
+            await asyncio.sleep(2.5 * doors.RETRY_S)
+            before = await office.health()
+            other.close()
+            await asyncio.sleep(doors.RETRY_S)
+            after = await office.health()
+            with socket.create_connection(place):
+                pass
+        with pytest.raises(ConnectionRefusedError):  # closed with the rest of the daemon
+            socket.create_connection(place)
+        return before, after
+
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as other,
+        asyncio.Runner(loop_factory=VirtualTimeLoop) as runner,
+    ):
+        before, after = runner.run(main(other))
+    assert [part.part for part in before.parts if not part.ok] == ["http"]
+    assert after.ok
 
 
 def test_health_fails_when_the_socket_of_http_is_gone(tmp_path: Path) -> None:

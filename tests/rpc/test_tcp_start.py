@@ -17,6 +17,7 @@ from kvcached.config.schema import Config, load_config
 from kvcached_client.errors import RequestError
 from kvcached_client.protocol.key_files import write_key_file
 from tests.service.office import Office
+from tests.virtual_time import VirtualTimeLoop
 
 HOST = '[host]\nsize_bytes = "8MiB"\nslab_bytes = "1MiB"\n\n[offload]\n'
 CLIENT = f'[[tcp.client]]\nname = "x"\npublic_key = "{"0" * 40}"\nrole = "look"\n'
@@ -82,5 +83,25 @@ def test_takeover_goes_on_without_the_port(
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert said in record.getMessage()
     assert wrong == {"tcp": record.getMessage()}
-    assert record.getMessage().endswith("other machines are not served until the next start")
+    assert record.getMessage().endswith("other machines are not served until this is mended, which is tried every 5 s")
     assert said in str(refused.value)
+
+
+def test_key_that_was_away_opens_the_port_when_it_is_there(tmp_path: Path) -> None:
+    """A takeover without the TCP port serves it within seconds of its key file being there."""
+
+    async def main(config: Config) -> list[bool]:
+        async with AsyncExitStack() as parts:
+            office = Office()
+            doors.open_tcp(config, office.service, parts, is_takeover=True)
+            found = [(await office.health()).ok]
+            write_key_file(tmp_path / "daemon.key", bytes(32))
+            await asyncio.sleep(doors.RETRY_S)
+            found.append((await office.health()).ok)
+            with socket.create_connection(("127.0.0.1", port)):
+                return found
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        assert runner.run(main(config_of(tmp_path, port))) == [False, True]
