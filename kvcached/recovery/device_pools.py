@@ -127,7 +127,7 @@ def kept_device(replica: ReplicaConfig, found: dict[str, list[int]], ledger: Led
     """The descriptors of a replica's memory, removed from `found`; None if the replica gets new memory."""
     names = _names(replica)
     record = None if ledger is None else next((each for each in ledger.replicas if each.name == replica.name), None)
-    if record is None or any(name not in found for name in names) or not _is_configured(replica, record):
+    if record is None or any(name not in found for name in names) or difference(replica, record):
         return None
     if replica.cuda_ordinals and _is_ambiguous(replica, found):
         return None
@@ -368,11 +368,9 @@ def _shard_bytes(replica: ReplicaConfig) -> int:
     return pool_geometry(replica.layout, replica.slot_count).size_bytes
 
 
-def _is_configured(replica: ReplicaConfig, record: ReplicaRecord) -> bool:
-    """Whether the memory that a record names matches the present configuration."""
-    configured = (replica.layout.fingerprint(), replica.slot_count, replica.cuda_ordinals)
-    recorded = (record.fingerprint, record.slots, record.cuda_ordinals)
-    return recorded == configured and len(record.memory) == replica.shards
+def difference(replica: ReplicaConfig, record: ReplicaRecord) -> str:
+    """How the memory that a record names differs from the present configuration; "" where it does not."""
+    return record.difference(replica.layout.fingerprint(), replica.slot_count, replica.shards, replica.cuda_ordinals)
 
 
 def _is_ambiguous(replica: ReplicaConfig, found: dict[str, list[int]]) -> bool:

@@ -30,10 +30,25 @@ from kvcached.memory.host_pool import (
     create_host_memory,
 )
 from kvcached.memory.token_table import TABLE_PREFIX, TokenTable
-from kvcached.recovery.device_pools import DEVICE_MEMORY_PREFIX, PoolMemory, device_pools, kept_device, served_devices
+from kvcached.recovery.device_pools import (
+    DEVICE_MEMORY_PREFIX,
+    PoolMemory,
+    device_pools,
+    difference,
+    kept_device,
+    served_devices,
+)
 from kvcached.recovery.engine_pools import EnginePools
 from kvcached.recovery.fd_store import KEPT_MAX, remove, store, take_stored
-from kvcached.recovery.state_file import LEDGER_NAME, HostPoolRecord, Ledger, LedgerFile, has_stopped, read_ledger
+from kvcached.recovery.state_file import (
+    LEDGER_NAME,
+    HostPoolRecord,
+    Ledger,
+    LedgerFile,
+    ReplicaRecord,
+    has_stopped,
+    read_ledger,
+)
 from kvcached.recovery.takeover import Takeover, is_writer_left_out, take_over
 from kvcached.service.replica import Replica
 
@@ -112,6 +127,7 @@ async def inherit(
         parts.callback(memory.close)
     asleep = {each.name for each in ledger.replicas if each.asleep} if ledger is not None else set()
     awake = [each for each in replicas if each.name not in asleep]
+    _warn_of_unused(found, ledger, replicas)
     kept_devices = {each.name: kept_device(each, found, ledger) for each in awake}
     engine_pools.take_over(found)
     tokens = _kept_tokens(found, parts)
@@ -167,11 +183,27 @@ def take_over_timed(
 def _missing(found: Mapping[str, list[int]], ledger: Ledger) -> list[str]:
     """The memory that the ledger names and nobody has handed to this daemon, in words."""
     names = [] if ledger.host is None or HOST_MEMORY_NAME in found else ["the host pool"]
-    for record in ledger.replicas:
-        shards = (f"{DEVICE_MEMORY_PREFIX}{record.name}-{shard}" for shard in range(len(record.memory)))
-        if not record.asleep and any(shard not in found for shard in shards):
-            names.append(f"the device pool of replica {record.name}")
-    return names
+    lost = [each for each in ledger.replicas if not each.asleep and not _is_given(found, each)]
+    return names + [f"the device pool of replica {record.name}" for record in lost]
+
+
+def _is_given(found: Mapping[str, list[int]], record: ReplicaRecord) -> bool:
+    return all(f"{DEVICE_MEMORY_PREFIX}{record.name}-{shard}" in found for shard in range(len(record.memory)))
+
+
+def _warn_of_unused(found: Mapping[str, list[int]], ledger: Ledger | None, replicas: Sequence[ReplicaConfig]) -> None:
+    """Say which device pools are here and not as they are configured now, and how they differ."""
+    configured = {each.name: each for each in replicas}
+    for record in () if ledger is None else ledger.replicas:
+        if record.asleep or not record.memory or not _is_given(found, record):
+            continue
+        replica = configured.get(record.name)
+        why = "no replica of this name is configured" if replica is None else difference(replica, record)
+        if why:
+            words = (
+                "the device pool of replica %(replica)s that was kept cannot be used, and its blocks are lost: %(why)s"
+            )
+            _log.warning(words, {"replica": record.name, "why": why})
 
 
 def _kept_tokens(found: dict[str, list[int]], parts: ExitStack) -> dict[int, TokenTable]:
@@ -223,6 +255,8 @@ def _kept_host(
 ) -> HostMemory | None:
     """The host pool that was kept, whose descriptors are removed from `found`; None if there is to be a new one."""
     kept, memory = found.pop(HOST_MEMORY_NAME, []), None
+    if kept and host is None:
+        _log.warning("the host pool that was kept is dropped, and its blocks are lost: [host] is no longer configured")
     if kept and host is not None and ledger is not None and ledger.host is not None:
         memory = _recorded_host(kept, host, ledger.host)
         if memory is not None and is_writer_left_out(ledger, has_offload=has_offload):

@@ -127,6 +127,17 @@ class ReplicaRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     configured_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     asleep: bool = False
 
+    def difference(self, fingerprint: str, slots: int, shards: int, cuda_ordinals: tuple[int, ...]) -> str:
+        """The first reason why its memory is not that of a configured replica, in words; "" where it is."""
+        if len(self.memory) != shards:
+            return f"it is of {len(self.memory)} shards, and the configuration asks for {shards}"
+        if self.cuda_ordinals != cuda_ordinals:
+            found, wanted = _place(self.cuda_ordinals), _place(cuda_ordinals)
+            return f"it is on {found}, and the configuration asks for {wanted}"
+        if self.slots != slots:
+            return f"it has {self.slots} slots, and the configuration asks for {slots}"
+        return "" if self.fingerprint == fingerprint else "its blocks have another layout than the configured one"
+
 
 class MemberRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A process of a session, which may write the session's slots as long as it lives.
@@ -289,6 +300,10 @@ def read_ledger(path: Path) -> Ledger | None:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         _log.warning("%s is damaged and not used: %s", path, error)
     return None
+
+
+def _place(cuda_ordinals: tuple[int, ...]) -> str:
+    return f"CUDA devices {', '.join(map(str, cuda_ordinals))}" if cuda_ordinals else "the CPU"
 
 
 def has_stopped(run_dir: Path, ledger: Ledger) -> bool:

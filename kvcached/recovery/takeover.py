@@ -33,6 +33,12 @@ from kvcached_client.blocks.header import NAMESPACE_BYTES, HeaderKind
 from kvcached_client.blocks.host_layout import HostGeometry
 from kvcached_client.types import ShardIndex
 
+#: Why blocks of a replica that is configured are not found again.
+_OTHER_NAMESPACE: Final = (
+    "its namespace is another one now: its model, revision, block size, layout or weights have changed, or another "
+    "daemon has cleared it"
+)
+
 _log: Final = logging.getLogger(__name__)
 
 
@@ -98,6 +104,12 @@ def take_over(
         _take_replicas(ledger, replicas, headers, revival)
         if cache.offload.namespaces.most:
             _take_namespaces(ledger, headers, revival, taken, living, canonical=canonical)
+        elif ledger.namespaces:
+            _log.warning(
+                "%d namespaces of engines in offload mode are dropped, and their blocks are lost: [offload] is no "
+                "longer configured",
+                len(ledger.namespaces),
+            )
     _take_sleeping(ledger, cache)
     _take_devices(ledger, replicas, revival)
     kept = {replica.name for replica in replicas if replica.is_kept}
@@ -120,7 +132,7 @@ def take_over(
     return taken
 
 
-def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHeaders, revival: RestoredCache) -> None:
+def _take_replicas(ledger: Ledger, replicas: Sequence[Replica], headers: HostHeaders, revival: RestoredCache) -> None:
     """Take over the host copies of each namespace whose configuration is unchanged, once for all its replicas."""
     recorded = {record.name: record for record in ledger.replicas}
     done: set[bytes] = set()
@@ -133,6 +145,16 @@ def _take_replicas(ledger: Ledger, replicas: Iterable[Replica], headers: HostHea
         done.add(namespace)
         slabs = list(ledger.host.allocated.get(record.namespace, ())) if ledger.host is not None else []
         revival.replica(replica.name, slabs, stored(scan(headers.table, geometry, replica.header_kind, slabs)))
+    _warn_of_left(ledger, {replica.name for replica in replicas}, done)
+
+
+def _warn_of_left(ledger: Ledger, names: Collection[str], done: Collection[bytes]) -> None:
+    """Say whose host copies were not taken over, and why."""
+    for record in ledger.replicas:
+        if bytes.fromhex(record.namespace) not in done and ledger.host and ledger.host.allocated.get(record.namespace):
+            why = _OTHER_NAMESPACE if record.name in names else "no replica of this name is configured"
+            words = "the blocks of replica %(replica)s in the host pool are lost: %(why)s"
+            _log.warning(words, {"replica": record.name, "why": why})
 
 
 def _take_sleeping(ledger: Ledger, cache: Cache) -> None:
@@ -151,6 +173,9 @@ def _take_devices(ledger: Ledger, replicas: Iterable[Replica], revival: Restored
         used = no_ranges()
         if replica.is_kept and namespaces.get(replica.name) == replica.namespace.hex():
             used = revival.device_pool(replica.name, stored(scan_device(replica.headers.table, replica.header_kind)))
+        elif replica.is_kept:
+            words = "the blocks of replica %(replica)s in its device pool are lost: %(why)s"
+            _log.warning(words, {"replica": replica.name, "why": _OTHER_NAMESPACE})
         replica.headers.keep_only(used)
 
 
@@ -201,6 +226,13 @@ def _take_space(
     generation = revival.generation(spec.storage_root)
     kind = HeaderKind(spec.root[:NAMESPACE_BYTES], bytes.fromhex(record.fingerprint), generation)
     slabs = list(host.allocated.get(record.root, ()))
+    if slabs and generation != record.generation:
+        fields = {"namespace": record.root[: 2 * NAMESPACE_SHOWN_BYTES], "label": record.label}
+        _log.warning(
+            "the blocks of namespace %(namespace)s (%(label)r) in the host pool are lost: it is in another generation "
+            "now, by another layout of [storage] or because it was cleared",
+            fields,
+        )
     found = scan(headers.table, _geometry(host, record), kind, slabs)
     claims = _claims(found.claims, owners)
     policy = recorded_policy(record, revival.namespaces_policy)

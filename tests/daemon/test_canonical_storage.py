@@ -195,6 +195,7 @@ def test_memory_is_cold_after_a_change_of_the_layout(tmp_path: Path) -> None:
         daemon.kill()
         daemon.await_ready()
         with ExitStack() as parts:
+            assert "in the host pool are lost: it is in another generation now, by another layout of" in daemon.log
             two, one = Engine(daemon.run_dir, parts, 2), Engine(daemon.run_dir, parts, 1)
             assert two.hit("a") == 0
             two.store("b")

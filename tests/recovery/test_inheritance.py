@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -200,6 +201,54 @@ def test_reason_of_a_loss_is_told_as_far_as_it_is_known(
 
     (told,) = (each for each in caplog.records if "nobody has kept" in each.getMessage())
     assert (told.levelname, why in told.getMessage()) == (level, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"slots": 64}, "it has 64 slots, and the configuration asks for {slots}"),
+        ({"fingerprint": "00"}, "its blocks have another layout than the configured one"),
+        ({"shards": 2}, "it is of 2 shards, and the configuration asks for 1"),
+        ({"cuda_ordinals": (1,)}, "it is on CUDA devices 1, and the configuration asks for the CPU"),
+        ({"name": "old"}, "no replica of this name is configured"),
+        ({}, ""),
+        ({"asleep": True, "slots": 64}, ""),
+    ],
+)
+def test_device_pool_of_another_configuration_is_told(
+    tmp_path: Path,
+    kept_by: Manager,
+    host: HostMemory,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, Any],
+    said: str,
+) -> None:
+    """A pool that is here and not as it is configured now is lost, and one line says whose, and how it differs."""
+    (replica,) = configuration(tmp_path, CONFIG).replica
+    change = change.copy()
+    shards = change.pop("shards", 1)
+    record = ReplicaRecord(
+        name=replica.name, fingerprint=replica.layout.fingerprint(), namespace="", generation=0, weights_version="",
+        slots=replica.slot_count, memory=(host.identity,) * shards,
+    )  # fmt: skip
+    record = msgspec.structs.replace(record, **change)
+    for shard in range(shards):
+        kept_by.store(f"device-{record.name}-{shard}", host.descriptor)
+
+    is_kept(tmp_path, CONFIG, Ledger(boot=boot_id(), epoch=1, replicas=(record,)))
+
+    start = f"the device pool of replica {record.name} that was kept cannot be used, and its blocks are lost: "
+    told = [each.getMessage() for each in caplog.records if each.getMessage().startswith(start)]
+    assert told == ([start + said.format(slots=replica.slot_count)] if said else [])
+
+
+def test_host_pool_that_is_no_longer_configured_is_told(
+    tmp_path: Path, kept_by: Manager, host: HostMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A configuration without [host] loses the kept host pool, and the log says so."""
+    kept_by.store(HOST_MEMORY_NAME, host.descriptor)
+    assert not is_kept(tmp_path, CONFIG, ledger_of(host, None))
+    assert "the host pool that was kept is dropped, and its blocks are lost: [host] is no longer" in caplog.text
 
 
 def test_first_start_has_lost_nothing(tmp_path: Path, kept_by: Manager, caplog: pytest.LogCaptureFixture) -> None:
