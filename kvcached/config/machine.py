@@ -84,9 +84,15 @@ def warnings_of(config: Config) -> Iterator[str]:
         what = f"the pools have {parts} parts, of which `kvcached supervise` or the unit keeps {KEPT_MAX} for a restart"
         fix = "configure fewer shards, or under systemd a larger FileDescriptorStoreMax="
         yield f"{what}: the blocks of the others are lost then; {fix}"
-    if _is_run_dir_written(config) and is_made_by_manager(config.run_dir):
+    if is_made_by_manager(config.run_dir):
         what = f"run directory {config.run_dir} is not there, and user {os.geteuid()} cannot make it"
         yield f"{what}; leave that to RuntimeDirectory= of the unit, or make it as root, and give it to this user"
+    elif _is_run_dir_anothers(config):
+        try:
+            check_run_dir(config.run_dir)
+        except RunDirUnusable as error:
+            what, _, fix = str(error).rpartition("; ")
+            yield f"{what}: a daemon of this user and environment does not start there; {fix}"
 
 
 def memory_needed(config: Config) -> tuple[int, str]:
@@ -148,14 +154,18 @@ def _limits(config: Config) -> Iterator[Problem]:
 def _run_dir(config: Config, predecessor: int, *, is_next: bool) -> Iterator[Problem]:
     """Not a run directory that the start would refuse. One that nobody wrote may be another one in another shell."""
     run_dir = config.run_dir
-    is_anothers = not _is_run_dir_written(config) or _is_of_service(run_dir) or is_made_by_manager(run_dir)
-    if is_anothers and not is_next:
-        return
+    if not is_next and (_is_run_dir_anothers(config) or is_made_by_manager(run_dir)):
+        return  # `warnings_of` tells it
     try:
         check_run_dir(run_dir, predecessor)
     except RunDirUnusable as error:
         what, _, fix = str(error).rpartition("; ")
         yield config.places.problem(("run_dir",), str(run_dir), what, fix)
+
+
+def _is_run_dir_anothers(config: Config) -> bool:
+    """Whether the daemon may have another one, or it may be of the daemon's user: what is wrong is a warning then."""
+    return not _is_run_dir_written(config) or _is_of_service(config.run_dir)
 
 
 def _is_run_dir_written(config: Config) -> bool:

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from kvcached.cli.main import main
 from kvcached.config import machine as config_machine
-from kvcached.config.machine import check_machine
+from kvcached.config.machine import check_machine, warnings_of
 from kvcached.config.problems import ConfigError
 from kvcached.config.schema import Config, load_config
 from kvcached.process import user_names
@@ -434,7 +434,23 @@ def test_run_directory_that_nobody_wrote_is_no_mistake(
     assert config.run_dir == tmp_path / "file"
 
     check_machine(config, is_trial=True)
+    (warning,) = warnings_of(config)
+    assert warning.startswith(f"run directory {tmp_path}/file: Not a directory")
+    assert "a daemon of this user and environment does not start there; mend that" in warning
     assert "Not a directory" in next_problems(config)[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+def test_root_is_warned_of_a_run_directory_of_another_user(tmp_path: Path) -> None:
+    """It is the daemon's, if that runs as this user; a daemon of root does not start there, which root is told."""
+    config = load(tmp_path, HOST)
+    config.run_dir.mkdir(mode=0o750)
+    assert list(warnings_of(config)) == []
+    os.chown(config.run_dir, 1001, 1001)
+
+    check_machine(config, is_trial=True)
+    (warning,) = warnings_of(config)
+    assert warning.startswith(f"{config.run_dir} belongs to user 1001, and this is user 0: a daemon of this user and")
 
 
 @pytest.mark.parametrize("user", [65534, 0])
