@@ -37,7 +37,14 @@ python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config 
 _ENGINE: Final = """\
 python -c 'from kvcached_client import Client; print(Client.connect().layout)'
     (the engine's environment needs the wheel of kvcached_client only; docs/sdk.md is its guide)"""
-_SIZE_OF: Final = {"vllm": "size_bytes", "engine": "model, slots and the layout"}
+_SIZE_OF: Final = {"vllm": "size_bytes, and slab_bytes for large blocks,", "engine": "model, slots and the layout"}
+#: What looks at an engine's arguments before it is started. It asks a daemon that runs how large its slabs are.
+_CHECK_OF: Final = {
+    "vllm": """\
+kvcached doctor --python PYTHON --model DIR -- ARGUMENTS
+    (PYTHON of vLLM's environment, the model's folder, and vLLM's arguments; `layout` names the slab_bytes that the
+    blocks of this model and its ranks need: set it, and start the daemon again)"""
+}
 _MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _CLIENT_OF: Final = {"vllm": _VLLM, "engine": _ENGINE}
 
@@ -155,14 +162,17 @@ def _next_steps(configuration: Path, engine: str, disk: Path | None) -> str:
     (restarts a daemon that dies, and keeps its host memory; under systemd use {configuration.with_name(_UNIT)})""",
         """kvcached health
     (from another terminal, as the same user)""",
+        *([_CHECK_OF[engine]] if engine in _CHECK_OF else []),
         _CLIENT_OF[engine],
     ]
     return "\nnext:\n" + "\n".join(f" {number}. {step}" for number, step in enumerate(steps, 1))
 
 
 def _make_disk(disk: Path) -> str:
-    return f"""install -d -m 700 -o kvcached {shlex.quote(str(disk))}
-    (for the unit, as root: systemd does not start it without the directory; -o names the user of the unit)"""
+    directory = shlex.quote(str(disk))
+    return f"""mkdir -p -m 700 {directory}
+    (for a daemon of this user; under systemd, which starts no unit without the directory, as root instead:
+    useradd --system kvcached && install -d -m 700 -o kvcached {directory})"""
 
 
 @click.command(epilog=EPILOG)

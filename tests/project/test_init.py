@@ -33,6 +33,17 @@ def test_init_writes_a_configuration_that_loads(choice: str, has_replicas: bool,
     assert f"kvcached check-config --config {path}" in result.stdout
 
 
+def test_init_has_vllm_checked_before_it_is_started(tmp_path: Path) -> None:
+    """Blocks of large models do not fit the slabs of the first configuration: doctor, which says so, is a step."""
+    steps = init("--for", "vllm", str(tmp_path / "a")).stdout.partition("next:")[2]
+
+    assert f" 1. set size_bytes, and slab_bytes for large blocks, in {tmp_path}/a/kvcached.toml\n" in steps
+    assert re.findall(r"^ \d\. (?:python -m )?([a-z]+ ?[a-z-]*)", steps, re.MULTILINE) == [
+        "set size", "kvcached check-config", "kvcached supervise", "kvcached health", "kvcached doctor", "vllm",
+    ]  # fmt: skip
+    assert "kvcached doctor" not in init("--for", "engine", str(tmp_path / "b")).stdout
+
+
 def test_init_prints_commands_that_a_shell_takes(tmp_path: Path) -> None:
     """A directory whose name a shell would take apart is quoted in the next steps, and in the file's own comment."""
     steps = init(str(tmp_path / "my $cache")).stdout.partition("next:")[2]
@@ -108,7 +119,8 @@ def test_init_says_who_makes_the_disks_directory(tmp_path: Path) -> None:
     elsewhere = init("--disk", "/srv/blocks", str(tmp_path / "a"))
     usual = init("--disk", _SHIPPED_DISK, str(tmp_path / "b"))
 
-    assert "\n 2. install -d -m 700 -o kvcached /srv/blocks\n" in elsewhere.stdout
+    assert "\n 2. mkdir -p -m 700 /srv/blocks\n" in elsewhere.stdout
+    assert "\n    useradd --system kvcached && install -d -m 700 -o kvcached /srv/blocks)\n" in elsewhere.stdout
     assert "\n 3. kvcached check-config" in elsewhere.stdout
     assert "make it before the first start" in (tmp_path / "a/kvcached.toml").read_text()
     assert "created if it does not exist" not in (tmp_path / "a/kvcached.toml").read_text()
