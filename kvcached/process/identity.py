@@ -14,6 +14,13 @@ import msgspec
 PID_MAX: Final = (1 << 31) - 1
 #: Fields of /proc/<pid>/stat behind the program's name, counted from 0.
 _STAT_START_TIME: Final = 19
+#: By the state that /proc/<pid>/stat names, which is its first field.
+_STATES: Final = {
+    b"T": "is stopped (SIGSTOP, or a debugger); continue it with kill -CONT {}",
+    b"D": "waits in the kernel, for a device or a file system",
+    b"R": "runs: it is busy, or hangs in a loop",
+    b"S": "waits, or hangs",
+}
 #: What `pidfd_open` says of an id that nobody has, and of one that a thread has: ENOENT, before Linux 6.9 EINVAL.
 _NO_PROCESS: Final = frozenset({errno.ESRCH, errno.ENOENT, errno.EINVAL})
 
@@ -42,6 +49,15 @@ def identity_of(pid: int) -> ProcessIdentity | None:
     except OSError:
         return None
     return ProcessIdentity(pid, int(fields[_STAT_START_TIME]))
+
+
+def state_of(pid: int) -> str:
+    """What a process does that does not answer, in words that follow its name."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:
+        return "is gone"
+    return _STATES.get(state.upper(), "is about to end").format(pid)
 
 
 def arguments_of(pid: int) -> list[bytes]:

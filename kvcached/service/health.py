@@ -188,7 +188,8 @@ class HealthChecks:
         if self._cache.pools[replica.name].clearing:
             return [_part(replica, "acquire", "skipped: the namespace is being cleared")]
         if replica.name in self._unanswered:
-            return [_part(replica, "workers", "the probe of an earlier check is still unanswered", ok=False)]
+            words = _silence(replica, "the probe of an earlier check is still unanswered")
+            return [_part(replica, "workers", words, ok=False)]
         if not self._cache.pools[replica.name].healthy:
             return [_part(replica, "workers", "a worker was lost; workers are being restarted, see the log", ok=False)]
         session = self._cache.open_session(replica.name, now_ms, counted=False)
@@ -221,7 +222,7 @@ class HealthChecks:
         done, _ = await asyncio.wait([probe], timeout=patience_s)
         if not done:
             self._leave_when_answered(replica, session, keys, probe)
-            parts.append(_part(replica, "workers", f"no answer for {patience_s:g} s", ok=False))
+            parts.append(_part(replica, "workers", _silence(replica, f"no answer for {patience_s:g} s"), ok=False))
             return
         probe.result()
         parts.append(_part(replica, "workers"))
@@ -299,6 +300,11 @@ class HostMemoryCheck:
             if rest:
                 return next(iter(pool.slabs)), min(CHECKED_BYTES, rest)
         return None
+
+
+def _silence(replica: Replica, what: str) -> str:
+    """That workers say nothing, and which."""
+    return f"{what}: {who}" if (who := replica.workers.unprobed()) else what
 
 
 def _is_proven(parts: list[HealthPart]) -> bool:

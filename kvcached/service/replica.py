@@ -78,6 +78,9 @@ class Workers(Protocol):
         exception is a DaemonFailure that names the step and the shard.
         """
 
+    def unprobed(self) -> str:
+        """Which workers have not answered a probe, and what their processes do, in words; empty if all have."""
+
 
 class HeldMemory(NamedTuple):
     """The memory of an awake replica's device pool, and the workers on it.

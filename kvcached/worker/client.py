@@ -179,6 +179,11 @@ class WorkerPool:
         """
         return self.submit(Probe(source=first, target=second, seed=secrets.randbits(32)))
 
+    def unprobed(self) -> str:
+        """See `kvcached.service.replica.Workers`."""
+        probed = (any(isinstance(work, Probe) for _, work in each.requests()) for each in self._in_flight)
+        return self._group.in_words(shard for shard, is_probed in enumerate(probed) if is_probed)
+
     def submit(self, work: Work, *, deadline_s: float | None = None) -> asyncio.Future[None]:
         """Send a request to every shard and join the results. As `order` otherwise.
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -19,6 +19,7 @@ from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import HostMemory
 from kvcached.memory.sealed import PRETOUCH_BYTES_MAX
 from kvcached.process.child import KILL_DEADLINE_S, ChildProcess
+from kvcached.process.identity import state_of
 from kvcached.worker.exits import DEVICE_FAILED
 from kvcached.worker.messages import (
     REPLY_SIZE_BYTES_MAX,
@@ -259,6 +260,11 @@ class WorkerGroup:
             for shard, worker in enumerate(self.workers)
             if (said := worker.registered) is not None
         )
+
+    def in_words(self, shards: Iterable[int]) -> str:
+        """The processes of shards, and what they do."""
+        workers = ((shard, self.workers[shard].pid) for shard in shards)
+        return "; ".join(f"shard {shard} (process {pid}) {state_of(pid)}" for shard, pid in workers)
 
     @property
     def exits(self) -> set[int | None]:

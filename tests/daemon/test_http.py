@@ -147,13 +147,14 @@ def test_pages_say_what_the_commands_say(daemon: RunningDaemon, path: Path) -> N
 
 
 def test_readyz_fails_while_a_worker_is_stopped(daemon: RunningDaemon, path: Path) -> None:
-    """A worker that does not answer makes the daemon not ready, with the reason; the daemon still lives."""
+    """A worker that does not answer makes the daemon not ready; it and its state are named. The daemon still lives."""
     (worker,) = workers_of(daemon.process.pid)
     os.kill(worker, signal.SIGSTOP)
     try:
         status, text = get(path, "/readyz")
         assert status == HTTPStatus.SERVICE_UNAVAILABLE
-        assert "FAILED default/workers no answer for 3 s" in text
+        words = f"shard 0 (process {worker}) is stopped (SIGSTOP, or a debugger); continue it with kill -CONT {worker}"
+        assert f"FAILED default/workers no answer for 3 s: {words}" in text
         assert get(path, "/livez")[0] == HTTPStatus.OK
     finally:
         os.kill(worker, signal.SIGCONT)

@@ -455,8 +455,8 @@ def test_health_does_not_wait_for_a_hung_worker() -> None:
         return details
 
     assert asyncio.run(check_twice()) == [
-        "no answer for 0.01 s",
-        "the probe of an earlier check is still unanswered",
+        "no answer for 0.01 s: shard 0 (process 7) waits, or hangs",
+        "the probe of an earlier check is still unanswered: shard 0 (process 7) waits, or hangs",
     ]
     assert office.cache.pools["a"].free == SLOTS
 

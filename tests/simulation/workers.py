@@ -168,6 +168,9 @@ class SimulatedWorkers:
     def probe(self, first: int, second: int) -> asyncio.Future[None]:
         raise Broken("nobody asks for a health check here")
 
+    def unprobed(self) -> str:
+        return ""
+
     def retire(self, ended: Callable[[], None]) -> None:
         """End all of them, and start none again.
 
