@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import lcm
 from typing import Final, NamedTuple, Protocol, overload
 
+from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX
 from kvcached_client.vllm.daemon.commands import Branches
 from kvcached_client.vllm.orders import GROUP_HASH_BYTES, group_key
 from kvcached_client.vllm.scheduling.request_state import Request, RequestState
@@ -179,6 +180,7 @@ class Chains:
         unit_tokens: a hit is a multiple of so many tokens.
         unit_blocks: number of blocks that hold these tokens.
         states: number of blocks that hold the states behind a unit; 0 = no group is of states.
+        blocks_max: how many leading blocks of a chain one message can name, in whole units, with states behind them.
     """
 
     def __init__(self, block_size: int, *, unit: Unit | None = None, live: LiveBlocks | None = None) -> None:
@@ -187,8 +189,15 @@ class Chains:
         self.unit_blocks = 1 if unit is None else len(unit.places)
         self.states = 0 if unit is None else len(unit.states)
         self.block_size = block_size
+        self.blocks_max = self._units_max() * self.unit_blocks
         self._unit = unit
         self._live = live
+
+    def _units_max(self) -> int:
+        """As `blocks_max`, in units. There is room for one more token: a hit leaves the last one to compute."""
+        tokens = TOKENS_PER_MESSAGE_MAX - 1
+        blocks = min(BLOCKS_PER_MESSAGE_MAX, tokens // self.block_size) - self.states
+        return max(min(blocks // self.unit_blocks, tokens // self.unit_tokens), 0)
 
     def group_keys(self, request: Request) -> GroupKeys | None:
         """The keys of a request's chain; None with one group, where they are its hashes."""

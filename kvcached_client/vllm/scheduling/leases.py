@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvcached_client.protocol.fields import BLOCKS_PER_MESSAGE_MAX, REQUEST_NAME_LENGTH_MAX
+from kvcached_client.protocol.fields import REQUEST_NAME_LENGTH_MAX
 from kvcached_client.vllm.daemon.commands import Branches, DropLoad, Fetching, Found, Pin, Release, Seek
 from kvcached_client.vllm.daemon.inbox import LinkPort
 from kvcached_client.vllm.orders import pack_keys
@@ -63,7 +63,7 @@ class Leases:
     def usable(self, tracked: RequestState) -> int:
         """Upper bound of the blocks of a hit: vLLM must compute at least the last token, to get the next one."""
         request = tracked.request
-        return min(self._chains.blocks_in(request.num_tokens - 1), len(tracked.chain))
+        return min(self._chains.blocks_in(request.num_tokens - 1), len(tracked.chain), self._chains.blocks_max)
 
     def ask(self, tracked: RequestState) -> bool:
         """Ask for a lease on a request's hit, and load the hit; returns whether the seek was accepted."""
@@ -77,10 +77,9 @@ class Leases:
         if not self._link.is_taking:
             return False
         hashes, size = tracked.chain, self._chains.block_size
-        blocks, tokens = len(hashes), self._chains.daemon_tokens(tracked.request.num_tokens)
-        tokens = max(tokens, blocks * size)  # a branch has blocks of states, too
-        if blocks > BLOCKS_PER_MESSAGE_MAX:
-            blocks, tokens = BLOCKS_PER_MESSAGE_MAX, BLOCKS_PER_MESSAGE_MAX * size
+        most = max(self._chains.blocks_max, tracked.full)  # a branch has blocks of states, too
+        blocks, tokens = min(len(hashes), most), self._chains.daemon_tokens(tracked.request.num_tokens)
+        tokens = min(max(tokens, blocks * size), most * size + 1)
         ticket = self.next_ticket()
         name = lease_name(tracked.request.request_id, ticket)
         seek = Seek(
@@ -106,7 +105,7 @@ class Leases:
     def pin(self, tracked: RequestState) -> bool:
         """Keep the stored blocks of a request's prompt, as the request asks; returns False if it cannot be done."""
         request = tracked.request
-        blocks = min(self._chains.blocks_in(request.num_prompt_tokens), len(tracked.chain), BLOCKS_PER_MESSAGE_MAX)
+        blocks = min(self._chains.blocks_in(request.num_prompt_tokens), len(tracked.chain), self._chains.blocks_max)
         if not (tracked.session and blocks):
             return False
         keys = pack_keys(tracked.chain, 0, blocks)

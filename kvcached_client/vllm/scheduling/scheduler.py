@@ -312,10 +312,10 @@ class SchedulerSide:
     def _full_blocks(self, tracked: RequestState, computed_tokens: int) -> int:
         """Number of leading blocks that can be stored once `computed_tokens` tokens are computed.
 
-        These are full blocks that have hashes; vLLM has no hashes for speculative tokens.
+        These are full blocks that have hashes, and that a seek can name; vLLM has no hashes for speculative tokens.
         """
         trusted = len(tracked.chain) if tracked.trusted is None else min(tracked.trusted, len(tracked.chain))
-        full = min(self._chains.blocks_in(computed_tokens), trusted)
+        full = min(self._chains.blocks_in(computed_tokens), trusted, self._chains.blocks_max)
         if self._chains.is_grouped:
             return self._store_queue.keep(tracked, full)
         return min(full, len(tracked.block_ids))
