@@ -32,7 +32,7 @@ _ALSO: Final = {"kv_connector": HYBRID_CONNECTOR, "kv_role": "kv_consumer"}
 DEFAULT_ALGORITHM: Final = "sha256"
 #: vLLM's attention on a CPU refuses others.
 _BLOCK_SIZE_UNIT: Final = 32
-_SINGLE: Final = ("decode-context-parallel-size", "prefill-context-parallel-size", "nnodes")
+_SINGLE: Final = ("decode-context-parallel-size", "prefill-context-parallel-size")
 #: vLLM's options with one dash, of 0.32 and 0.33.
 _SHORT: Final = {
     "-ac": "attention-config",
@@ -127,7 +127,7 @@ def check_flags(
     """
     sizes = _block_size(flags) if not on_cuda else _sleep_mode(flags)
     found = [*_transfer_config(flags, run_dir, on_cuda=on_cuda), *_hashing(flags, environment), *sizes]
-    found += [*_single(flags), *_policy(flags), *_fault_tolerance(flags), *_pooling(flags)]
+    found += [*_single(flags), *_nodes(flags), *_policy(flags), *_fault_tolerance(flags), *_pooling(flags)]
     yield from found
     if not any(finding.level == "fail" for finding in found):
         yield Finding(_CHECK, "ok", "nothing in vLLM's arguments keeps it from using kvcached")
@@ -259,6 +259,23 @@ def _single(flags: VllmFlags) -> Iterator[Finding]:
     for name in _SINGLE:
         if flags.options.get(name, "1") != "1":
             yield Finding(_CHECK, "fail", f"--{name} {flags.options[name]} is not supported", f"leave out --{name}")
+
+
+def _nodes(flags: VllmFlags) -> Iterator[Finding]:
+    """Whether an engine is on several nodes. For that, each rank of data parallelism is an engine, as vLLM counts."""
+    nodes, ranks = _number(flags, "nnodes", 1), _number(flags, "data-parallel-size", 1)
+    ranks_on_one = _number(flags, "data-parallel-size-local", ranks // nodes)
+    nodes_of_one = nodes // max(ranks // ranks_on_one, 1)
+    if nodes_of_one > 1:
+        told = f"--nnodes {nodes}: an engine's workers on {nodes_of_one} nodes cannot map one host pool"
+        fix = "leave out --nnodes, or let --data-parallel-size be a multiple of it: each rank is an engine"
+        yield Finding(_CHECK, "fail", told, fix)
+
+
+def _number(flags: VllmFlags, name: str, default: int) -> int:
+    """The number that an option gives, at least 1. vLLM says so where it is none."""
+    text = flags.options.get(name, "")
+    return max(int(text) if text.isdecimal() else default, 1)
 
 
 def _policy(flags: VllmFlags) -> Iterator[Finding]:

@@ -165,7 +165,8 @@ def check_config(
             parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
         )
         > 1,
-        f"workers on {parallel.nnodes} nodes cannot map one host pool: run the engine on one node": parallel.nnodes > 1,
+        f"an engine's workers on {parallel.nnodes_within_dp} nodes cannot map one host pool: run it on one node; of "
+        "--data-parallel-size, each rank is an engine": parallel.nnodes_within_dp > 1,
         "with external_launcher, each of the engine's ranks has a scheduler of its own, and kvcached needs one for all "
         "of them: use another --distributed-executor-backend": parallel.distributed_executor_backend
         == "external_launcher"

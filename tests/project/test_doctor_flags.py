@@ -49,6 +49,22 @@ def test_priorities_without_a_cache_of_vllms_own_are_as_good() -> None:
     assert problems([*GOOD, "--scheduling-policy", "priority", "--no-enable-prefix-caching"]) == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-n", "2", "-dp", "2"],
+        ["--nnodes", "2", "--data-parallel-size", "16", "--data-parallel-size-local", "8"],
+        ["-n", "2", "-dp", "4", "--data-parallel-external-lb"],
+        ["-n", "2", "-dp", "2", "-dpl", "0"],
+        ["--nnodes=1"],
+        ["--nnodes", "two"],
+    ],
+)
+def test_data_parallelism_over_several_nodes_is_as_good(arguments: list[str]) -> None:
+    """Each rank of data parallelism is an engine of its own: several nodes are no fault where each has one."""
+    assert problems([*GOOD, *arguments]) == []
+
+
 def test_engine_that_only_loads_is_as_good() -> None:
     """The role `kv_consumer` is no fault."""
     assert problems(changed(kv_role="kv_consumer")) == []
@@ -120,8 +136,10 @@ def test_good_arguments_have_no_problem() -> None:
         ([*GOOD, "--block-size", "16"], "multiples of 32", "--block-size 32"),
         ([*GOOD, "--scheduling-policy", "priority"], "has not computed", "--no-enable-prefix-caching"),
         ([*GOOD, "--enable-fault-tolerance"], "goes on after a step that failed", "leave out"),
-        ([*GOOD, "--nnodes", "2"], "--nnodes 2 is not supported", "leave out"),
-        ([*GOOD, "-n", "2"], "--nnodes 2 is not supported", "leave out"),
+        ([*GOOD, "--nnodes", "2"], "--nnodes 2: an engine's workers on 2 nodes", "leave out --nnodes"),
+        ([*GOOD, "-n", "2"], "--nnodes 2: an engine's workers on 2 nodes", "leave out --nnodes"),
+        ([*GOOD, "-n", "4", "-dp", "2"], "--nnodes 4: an engine's workers on 2 nodes", "--data-parallel-size"),
+        ([*GOOD, "-n", "2", "-dp", "2", "-dpl", "2"], "workers on 2 nodes", "leave out --nnodes"),
         ([*GOOD, "-dcp", "2"], "--decode-context-parallel-size 2 is not supported", "leave out"),
         ([*GOOD, "-pcp=2"], "--prefill-context-parallel-size 2 is not supported", "leave out"),
         ([*GOOD, "--pooler-config", '{"seq_pooling_type": "MEAN"}'], "seq_pooling_type MEAN takes all", "LAST"),

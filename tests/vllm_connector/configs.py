@@ -44,6 +44,7 @@ def vllm_config(**changes: Any) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             nnodes=1,
+            nnodes_within_dp=1,
             distributed_executor_backend="mp",
             enable_fault_tolerance=False,
         ),

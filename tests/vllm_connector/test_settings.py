@@ -120,7 +120,7 @@ def test_plain_configuration_is_taken() -> None:
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "set it to 'recompute'"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
-        ({"parallel_config__nnodes": 2}, "run the engine on one node"),
+        ({"parallel_config__nnodes_within_dp": 2}, "workers on 2 nodes cannot map one host pool: run it on"),
         (
             {"parallel_config__distributed_executor_backend": "external_launcher", RANKS: 2},
             "use another --distributed-executor-backend",
@@ -154,6 +154,12 @@ def test_models_that_look_ahead_are_refused(takes_groups: bool) -> None:
                 looks_ahead=True,
                 takes_groups=takes_groups,
             )
+
+
+def test_data_parallelism_over_several_nodes_is_taken() -> None:
+    """Each rank of data parallelism is an engine of its own: only one that is itself on several nodes is refused."""
+    config = vllm_config(parallel_config__nnodes=4, parallel_config__nnodes_within_dp=1)
+    check_config(config, cache_config(), keeps_all_blocks=True)
 
 
 def test_latent_attention_on_an_accelerator_is_not_refused_for_that() -> None:
@@ -230,7 +236,7 @@ def test_model_without_a_cache_is_refused_by_both() -> None:
 
 def test_all_reasons_are_told_at_once() -> None:
     """Whoever has several things to mend is told all of them."""
-    changes = {"kv_transfer_config__kv_load_failure_policy": "fail", "parallel_config__nnodes": 2}
+    changes = {"kv_transfer_config__kv_load_failure_policy": "fail", "parallel_config__nnodes_within_dp": 2}
     with pytest.raises(ValueError, match="recompute") as refused:
         check_config(vllm_config(**changes), cache_config(), keeps_all_blocks=True)
     assert str(refused.value).count("\n- ") == 2
