@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 #: The first supported minor version, and the first unsupported one.
 SUPPORTED_FROM: Final = (0, 32)
 SUPPORTED_BELOW: Final = (0, 34)
+
+#: In the names of numbers of KV heads, such as `swa_num_key_value_heads`.
+_KV_HEADS: Final = re.compile("(key_value|kv)_heads")
+#: What vLLM reads for all layers, or passes over: models whose query heads share one may have any number there.
+_KV_HEADS_OF_ALL: Final = frozenset({"num_key_value_heads", "num_kv_heads"})
 
 _RELEASE: Final = re.compile(r"(\d+)\.(\d+)(?:\D|$)")
 
@@ -255,13 +260,29 @@ def embeddings_warning(config: VllmConfig) -> str | None:
 
 
 def kv_heads(config: VllmConfig) -> int:
-    """KV heads of the model, on all ranks together."""
+    """KV heads of the model, on all ranks together: of the layers that have most."""
     return _heads(config.model_config)
 
 
 def _heads(model: VllmConfig) -> int:
-    heads: int = 1 if model.use_mla else model.get_total_num_kv_heads()
-    return heads
+    """The most that a layer has. VLLM names one number for all layers, which may be that of the first one."""
+    named: int = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return max([named, *_further_heads(model.hf_text_config.to_dict())])
+
+
+def _further_heads(config: Mapping[str, Any]) -> Iterator[int]:
+    """Numbers of KV heads that a model's configuration names for some layers only."""
+    for name, value in config.items():
+        if _KV_HEADS.search(name) and name not in _KV_HEADS_OF_ALL:
+            yield from [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
+    yield _field(config.get("attention_other_setting"), "num_attention_groups") or 0  # Step 3.5
+    for block in config.get("block_configs") or ():  # Nemotron NAS
+        if sharing := _field(_field(block, "attention"), "n_heads_in_group"):
+            yield config["num_attention_heads"] // sharing
+
+
+def _field(part: object, name: str) -> Any:  # noqa: ANN401 - of a configuration
+    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
 
 def shards_of(config: VllmConfig) -> int:

@@ -28,6 +28,7 @@ def vllm_config(**changes: Any) -> Any:
         hf_config=SimpleNamespace(config={"hidden_size": 128, "_name_or_path": "acme/llama"}),
     )
     model.hf_config.to_dict = lambda: dict(model.hf_config.config)
+    model.hf_text_config = model.hf_config
     config = SimpleNamespace(
         model_config=model,
         load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),

@@ -26,6 +26,11 @@ from tests.vllm_connector.configs import cache_config, vllm_config
 RANKS = "parallel_config__tensor_parallel_size"
 
 
+def layers(heads_in_group: int | None) -> SimpleNamespace:
+    """Layers of a Nemotron NAS model, so many of whose query heads share one of K and V; None = without attention."""
+    return SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=heads_in_group))
+
+
 def test_defaults() -> None:
     """Nothing needs to be said."""
     assert read_settings({}) == Settings(run_dir=None, weights_version="", hold_deadline_ms=1000, prefetch="timeout")
@@ -290,6 +295,30 @@ def test_blocks_are_the_same_on_all_ranks_where_there_is_one_head(
     assert not is_replicated(config, has_states=False)
 
 
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({"swa_num_key_value_heads": 2}, False),
+        ({"num_key_value_heads_per_layer": [1, 1, 4]}, False),
+        ({"attention_other_setting": {"num_attention_groups": 2}}, False),
+        ({"num_attention_heads": 8, "block_configs": [{"attention": {"n_heads_in_group": 2}}]}, False),
+        ({"num_attention_heads": 8, "block_configs": [layers(8), layers(4)]}, False),
+        ({"num_attention_heads": 8, "block_configs": [layers(8), layers(None)]}, True),
+        ({"swa_num_key_value_heads": 1, "cross_num_key_value_heads": None, "attention_other_setting": {}}, True),
+        ({"multi_query": True, "num_kv_heads": 71}, True),
+    ],
+)
+@pytest.mark.parametrize("use_mla", [False, True])
+def test_blocks_are_not_the_same_where_some_layers_have_more_heads(
+    named: dict[str, Any], expected: bool, use_mla: bool
+) -> None:
+    """VLLM names one number of heads for all layers: where others have more than one, ranks divide theirs."""
+    config = vllm_config(model_config__use_mla=use_mla, parallel_config__tensor_parallel_size=4)
+    config.model_config.get_total_num_kv_heads = lambda: 1
+    config.model_config.hf_config.config = named
+    assert is_replicated(config, has_states=False) is expected
+
+
 def test_each_rank_of_each_pipeline_stage_has_a_part_of_a_block() -> None:
     """Workers are counted over stages, and people see both numbers."""
     config = vllm_config(parallel_config__tensor_parallel_size=2, parallel_config__pipeline_parallel_size=4)
@@ -302,7 +331,7 @@ def test_states_and_heads_of_a_draft_are_each_ranks_own() -> None:
     """Beside an only head, ranks divide states, and the heads of a draft model: their blocks differ."""
     config = vllm_config(parallel_config__tensor_parallel_size=2)
     config.model_config.get_total_num_kv_heads = lambda: 1
-    draft = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1)
+    draft = vllm_config(model_config__get_total_num_kv_heads=lambda: 1).model_config
     config.speculative_config = SimpleNamespace(draft_model_config=draft)
 
     assert is_replicated(config, has_states=False)
