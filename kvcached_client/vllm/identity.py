@@ -30,6 +30,8 @@ CONFIG_IGNORED: Final = frozenset({"_name_or_path", "_commit_hash", "transformer
 #: Hash algorithms with this prefix have a random root in every process, unless PYTHONHASHSEED is set.
 _RANDOM_ROOT: Final = "xxhash"
 _PLAIN_ROPE: Final = frozenset({None, "default"})
+#: Speculation that finds its guesses in the text: no layer in the cache is the drafter's.
+_WITHOUT_LAYERS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class EngineDescription:
             )
         self._model = _Model(config.model_config, config.load_config, find_snapshot)
         self._speculative: tuple[str, _Model | None] | None = None
-        if (speculative := config.speculative_config) is not None:
+        if (speculative := config.speculative_config) is not None and speculative.method not in _WITHOUT_LAYERS:
             draft = speculative.draft_model_config
             made = None if draft is None else _Model(draft, config.load_config, find_snapshot)
             self._speculative = speculative.method, made

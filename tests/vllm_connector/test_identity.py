@@ -317,14 +317,29 @@ def test_random_weights_are_known_by_their_seed(model: Path) -> None:
 
 
 def test_draft_model_counts(model: Path) -> None:
-    """The model that guesses tokens has layers of its own in the cache."""
+    """The model that guesses tokens has layers of its own in the cache; a class of the user's may have some."""
     config = vllm_config(model_config__model=str(model))
     draft = vllm_config(model_config__model=str(model), model_config__dtype="torch.bfloat16").model_config
     keyspaces = {identity(config).keyspace}
-    for method, guesser in (("ngram", None), ("eagle", draft), ("eagle", config.model_config)):
+    for method, guesser in (
+        ("eagle", draft),
+        ("eagle", config.model_config),
+        ("mtp", config.model_config),
+        ("draft_model", draft),
+        ("custom_class", config.model_config),
+    ):
         speculative = SimpleNamespace(method=method, draft_model_config=guesser)
         keyspaces.add(of_model(model, speculative_config=speculative))
-    assert len(keyspaces) == 4
+    assert len(keyspaces) == 6
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
+def test_guesses_out_of_the_text_do_not_count(model: Path, method: str) -> None:
+    """Guesses that no model makes change no block, though vLLM calls the model itself the one that drafts."""
+    config = vllm_config(model_config__model=str(model))
+    for guesser in (None, config.model_config):
+        speculative = SimpleNamespace(method=method, draft_model_config=guesser)
+        assert of_model(model, speculative_config=speculative) == identity(config).keyspace
 
 
 def test_label(model: Path) -> None:
