@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvcached_client.vllm.orders import CopyCounts
 from kvcached_client.vllm.settings import VllmConfig
-from kvcached_client.vllm.worker import CopyCounts
 
 _SKIPPED: Final = "store_skipped_blocks"
 _LATE: Final = "late_requests"

@@ -1,4 +1,4 @@
-"""Orders that the scheduler's side sends to the workers with each step."""
+"""Orders that the scheduler's side sends to the workers with each step, and what comes of them."""
 
 from __future__ import annotations
 
@@ -77,6 +77,18 @@ class StoreReport:
 
     done: dict[StoreId, int]
     failed: set[StoreId]
+
+
+@dataclass(slots=True)
+class CopyCounts:
+    """Numbers of copied and failed blocks, and the time of the copies. vLLM computes blocks whose load failed."""
+
+    loaded_blocks: int = 0
+    load_failed_blocks: int = 0
+    load_seconds: float = 0.0
+    stored_blocks: int = 0
+    store_failed_blocks: int = 0
+    store_seconds: float = 0.0
 
 
 _FEW: Final = 16

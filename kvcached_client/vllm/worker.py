@@ -26,7 +26,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvcached_client.blocks.jobs import BlockJob
@@ -34,7 +33,7 @@ from kvcached_client.copy_process.shards import AnyMark, CopiesPaused
 from kvcached_client.errors import DeviceError, KvcachedError, RequestError, Stale, TransportError
 from kvcached_client.offload_shard import STORES_PER_REPORT_MAX
 from kvcached_client.transport.attach import SessionGrant
-from kvcached_client.vllm.orders import LoadOrder, SessionNote, StepOrders, StoreOrder, StoreReport
+from kvcached_client.vllm.orders import CopyCounts, LoadOrder, SessionNote, StepOrders, StoreOrder, StoreReport
 
 #: How long orders fail without a try after a failed join or a missed deadline.
 QUIET_S: Final = 5.0
@@ -83,18 +82,6 @@ class ShardSource(Protocol):
 
     def close(self) -> None:
         """Nothing is copied any more."""
-
-
-@dataclass(slots=True)
-class CopyCounts:
-    """Numbers of copied and failed blocks, and the time of the copies. vLLM computes blocks whose load failed."""
-
-    loaded_blocks: int = 0
-    load_failed_blocks: int = 0
-    load_seconds: float = 0.0
-    stored_blocks: int = 0
-    store_failed_blocks: int = 0
-    store_seconds: float = 0.0
 
 
 class _Queued(NamedTuple):
@@ -244,6 +231,7 @@ class WorkerSide:
     # --- the copying thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        has_failed = False
         while not self._is_closing:
             try:
                 queued = self._next()
@@ -252,10 +240,10 @@ class WorkerSide:
                 elif not self._follow_session():
                     self._wait()
             except Exception:
-                if self._is_broken:
+                if has_failed:
                     raise
                 log.exception("kvcached: no more copies by this worker, a fault of kvcached; vLLM goes on without")
-                self._is_broken = True
+                has_failed = self._is_broken = True
                 self._leave()
         self._leave()
 
@@ -305,8 +293,14 @@ class WorkerSide:
 
     def _carry_out(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], after: AnyMark) -> None:
         began = time.perf_counter()
-        bad = self._copy(orders, after)
-        seconds = time.perf_counter() - began
+        bad: list[int] | None = None
+        try:
+            bad = self._copy(orders, after)
+        finally:  # a fault of kvcached loses no orders: vLLM would wait for them without end
+            self._end(orders, bad, time.perf_counter() - began)
+
+    def _end(self, orders: tuple[LoadOrder] | tuple[StoreOrder, ...], bad: list[int] | None, seconds: float) -> None:
+        """Note the end of orders for vLLM; `bad` is what `_copy` has returned."""
         blocks = [block for order in orders for span in order.job.spans for block in span.blocks.tolist()]
         lost = blocks if bad is None else [blocks[index] for index in bad]
         with self._lock:
@@ -393,7 +387,10 @@ class WorkerSide:
             except Exception:
                 log.exception("kvcached: could not leave the session cleanly")
             if not (self._is_closing or self._is_broken):
-                self._shards.prepare()
+                try:
+                    self._shards.prepare()
+                except Exception:
+                    log.exception("kvcached: could not prepare for the next session, and tries again when it comes")
 
 
 def _block_count(job: BlockJob) -> int:

@@ -102,14 +102,14 @@ class Rig:
         self.together: list[list[int]] = []  #: stores that were carried out by one call
         self.made: list[Any] = []
         self.said: list[str] = []  #: to where shards come from
-        shards = SimpleNamespace(
+        self.source = SimpleNamespace(
             join=self._join,
             mark=self._mark,
             prepare=lambda: self.said.append("prepare"),
             abort=self._abort,
             close=lambda: self.said.append("close"),
         )
-        self.side = WorkerSide(shards, clock=lambda: self.now)
+        self.side = WorkerSide(self.source, clock=lambda: self.now)
         lock = NotingLock()
         self.changed = lock.changed
         self.side._lock = lock  # type: ignore[assignment]
@@ -490,6 +490,54 @@ def test_fault_of_the_thread_fails_all_orders(rig: Rig, caplog: pytest.LogCaptur
     loaded, bad, stored, failed = rig.drain(loads=2, stores=1)
     assert (loaded, bad, stored, failed) == ({"r4", "r6"}, {10, 11}, {5}, {5})
     assert "a fault of kvcached" in caplog.text
+
+
+LOAD_AND_STORE = pytest.mark.parametrize("order", [load(2), store(2)], ids=["load", "store"])
+
+
+def assert_failed(rig: Rig, order: LoadOrder | StoreOrder) -> None:
+    """Give one of these orders: it is reported as failed."""
+    rig.begin(order)
+    if isinstance(order, LoadOrder):
+        assert rig.drain(loads=1) == ({"r2"}, {10, 11}, set(), set())
+    else:
+        assert rig.drain(stores=1) == (set(), set(), {2}, {2})
+
+
+@LOAD_AND_STORE
+def test_fault_beside_a_copy_loses_no_orders(rig: Rig, order: LoadOrder | StoreOrder) -> None:
+    """Orders that the thread has in hand at a fault of kvcached are reported as failed, and so are all later ones."""
+    rig.begin(load(1))
+    rig.drain(loads=1)
+    rig.side._clock = broken  # type: ignore[assignment]
+    rig.answers[2] = SLOW
+    assert_failed(rig, order)
+    rig.begin(load(3), store(4))
+    assert rig.drain(1, 1) == ({"r3"}, {10, 11}, {4}, {4})
+
+
+@LOAD_AND_STORE
+def test_next_session_that_cannot_be_prepared(rig: Rig, order: LoadOrder | StoreOrder) -> None:
+    """Where nothing can be made ready for the next session, no order is lost, and that session is joined."""
+    rig.begin(load(1))
+    rig.drain(loads=1)
+    rig.source.prepare = broken
+    rig.answers[2] = EXPIRED
+    assert_failed(rig, order)
+    rig.begin(load(3, session=2), store(4, session=2), session=2)
+    assert rig.drain(1, 1) == ({"r3"}, set(), {4}, set())
+
+
+def test_fault_after_the_device_has_failed(rig: Rig) -> None:
+    """A first fault of kvcached does not end the thread that reports orders, though no copy is made any more."""
+    rig.begin(load(1))
+    rig.drain(loads=1)
+    rig.device = DeviceError("launch failure")
+    rig.shards[0].fileno = broken  # type: ignore[method-assign, assignment]
+    rig.begin(load(2))
+    rig.drain(loads=1)
+    rig.begin(load(3), store(4))
+    assert rig.drain(1, 1) == ({"r3"}, {10, 11}, {4}, {4})
 
 
 def test_shard_that_cannot_be_closed(rig: Rig) -> None:
