@@ -31,6 +31,7 @@ _ALIASES: Final = {
     "pp": "pp-size",
     "data-parallel-size": "dp-size",
     "dp": "dp-size",
+    "attention-data-parallel-size": "attn-dp-size",
     "decode-context-parallel-size": "dcp-size",
     "attention-context-parallel-size": "attn-cp-size",
 }
@@ -73,14 +74,21 @@ class SglangFlags:
 
     @property
     def attention_ranks(self) -> int:
-        """How many parts the heads of a layer are in, which attention by data parallelism splits less."""
-        groups = self._number("dp-size") if "enable-dp-attention" in self.options else 1
+        """How many ranks of a stage serve a request: all, unless attention is data-parallel."""
+        groups = self._number("attn-dp-size")
+        if groups == 1 and "enable-dp-attention" in self.options:  # as this was said before SGLang 0.5.23
+            groups = self._number("dp-size")
         return max(self._number("tp-size") // groups, 1)
 
     @property
     def context_ranks(self) -> int:
-        """How many of these hold other tokens of a prompt, not other heads."""
+        """How many of these compute other tokens of a prompt, not other heads."""
         return self._number("attn-cp-size")
+
+    @property
+    def head_ranks(self) -> int:
+        """How many parts the heads of a layer are in."""
+        return max(self.attention_ranks // self.context_ranks, 1)
 
     @property
     def decode_context_ranks(self) -> int:

@@ -65,10 +65,10 @@ def page_layout(config: Mapping[str, Any], flags: SglangFlags) -> Layout:
     page_size = int(flags.options.get(_PAGE_SIZE) or _DEFAULT_PAGE_SIZE)
     text = text_config(config)
     dtype = _dtype(flags, config)
-    whole = layout_from_model_config(dict(text), block_size=page_size, shards=flags.attention_ranks, kv_dtype=dtype)
+    whole = layout_from_model_config(dict(text), block_size=page_size, shards=flags.head_ranks, kv_dtype=dtype)
     (group,) = whole.groups
     stage = {**text, "num_hidden_layers": -(-group.layers // flags.stages)}
-    return layout_from_model_config(stage, block_size=page_size, shards=flags.attention_ranks, kv_dtype=dtype)
+    return layout_from_model_config(stage, block_size=page_size, shards=flags.head_ranks, kv_dtype=dtype)
 
 
 def _compare(layout: Layout, flags: SglangFlags, offered: OffloadInfo) -> Iterator[Finding]:

@@ -48,6 +48,7 @@ def problems(given: list[str]) -> list[Finding]:
         (["serve", "m", "--tp", "2"], SglangFlags({"tp-size": "2"}, ["serve", "m"])),
         (["--model=m", "--enable-hicache"], SglangFlags({"model-path": "m", "enable-hierarchical-cache": ""})),
         (["--tensor_parallel_size", "4"], SglangFlags({"tp-size": "4"})),
+        (["--attention-data-parallel-size", "2"], SglangFlags({"attn-dp-size": "2"})),
     ],
 )
 def test_arguments_have_sglangs_first_names(given: list[str], flags: SglangFlags) -> None:
@@ -170,6 +171,12 @@ def test_model_that_is_not_here_is_not_looked_up() -> None:
         (["--tp-size", "2", "--pp-size", "3"], {}, 6),
         (["--tp", "8", "--dp", "8", "--enable-dp-attention"], {}, 1),
         (["--tp", "8", "--dp", "2", "--enable-dp-attention", "--pp", "2"], {}, 8),
+        (["--tp", "8", "--attn-dp-size", "8"], {}, 1),
+        (["--tp", "8", "--attention-data-parallel-size", "2", "--pp", "2"], {}, 8),
+        (["--tp", "8", "--attn-dp-size", "4", "--enable-dp-attention"], {}, 2),
+        (["--tp", "8", "--dp", "8"], {}, 8),
+        (["--tp", "8", "--attn-cp-size", "2"], {}, 8),
+        (["--tp", "8", "--attn-dp-size", "2", "--attn-cp-size", "2"], {}, 4),
         (["--tp", "8", "--pp", "2"], {"kv_lora_rank": 512}, 2),
         (["--tp", "8", "--attn-cp-size", "2"], {"kv_lora_rank": 512}, 2),
         (["--tp", "8"], {"kv_lora_rank": 512, "index_topk": 2048}, 2),

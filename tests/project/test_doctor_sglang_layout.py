@@ -47,6 +47,10 @@ def the_finding(folder: Path, *arguments: str, **given: Any) -> Finding:
         (["--pp-size", "3"], {}, TOKEN_BYTES * 3 // 8),  # the stage with the most layers
         (["--tp=4", "--dp=2", "--enable-dp-attention"], {}, TOKEN_BYTES // 2),
         (["--tp=4", "--dp=2"], {}, TOKEN_BYTES // 4),
+        (["--tp=4", "--attn-dp-size=2"], {}, TOKEN_BYTES // 2),
+        (["--tp=4", "--attention-data-parallel-size=4"], {}, TOKEN_BYTES),
+        (["--tp=4", "--attn-cp-size=2"], {}, TOKEN_BYTES // 2),
+        (["--tp=4", "--attn-dp-size=2", "--attn-cp-size=2"], {}, TOKEN_BYTES),
         (["--tp", "x"], {}, TOKEN_BYTES),
         (["--dtype", "float32"], {}, 2 * TOKEN_BYTES),
         (["--kv-cache-dtype", "fp8_e4m3", "--dtype", "float32"], {}, TOKEN_BYTES // 2),
@@ -58,7 +62,7 @@ def the_finding(folder: Path, *arguments: str, **given: Any) -> Finding:
 def test_bytes_of_a_page_follow_from_model_and_arguments(
     tmp_path: Path, arguments: list[str], fields: dict[str, Any], token_bytes: int
 ) -> None:
-    """Heads are split over tensor parallelism, layers over its stages; elements are those that SGLang takes."""
+    """Heads are split over ranks that serve the same tokens, layers over stages; elements are those SGLang takes."""
     finding = the_finding(tmp_path, *arguments, **fields)
     assert (finding.level, finding.fix) == ("ok", "")
     assert f"a page of 32 tokens takes {32 * token_bytes} bytes on each of" in finding.text
