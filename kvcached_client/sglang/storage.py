@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Final
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
-from sglang.srt.runtime_context import get_context, process_model_config
+from sglang.srt.runtime_context import get_context, get_parallel, process_model_config
 
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, Silence
 from kvcached_client.engines.weights import WeightReader, default_notes_folder, find_snapshot
@@ -34,6 +34,7 @@ from kvcached_client.sglang.identity import (
 from kvcached_client.sglang.page_store import Chain, PageStore, Patience, chain_of
 from kvcached_client.sglang.settings import OPTION, REFUSED_SETTINGS, TESTED_VERSION, read_settings
 from kvcached_client.sglang.side_pools import SidePool, SidePools, places_of
+from kvcached_client.sglang.writers import have_pages_stored
 
 #: The pool that every model has; others are beside it.
 _POOL: Final = "kv"
@@ -53,6 +54,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             ValueError: kvcached cannot be used with this configuration, and what to change.
         """
         _check(storage_config)
+        have_pages_stored(storage_config, get_parallel())
         self._settings = read_settings(storage_config.extra_config)
         self._config = storage_config
         self._model = described(get_context(), process_model_config(), version("sglang"))

@@ -256,13 +256,30 @@ class StorageConfig:
     should_split_heads: bool = False
     extra_config: dict[str, Any] | None = field(default_factory=lambda: {"interface_v1": 1})
 
+    @property
+    def is_storage_writer(self) -> bool:
+        """SGLang asks before it hands a page to the storage."""
+        return not self.is_mla_model or self.tp_rank == 0
+
+
+@dataclass
+class Parallel:
+    """SGLang's ranks and sizes of a process, as far as they are used."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    attn_tp_rank: int = 0
+    pp_size: int = 1
+    nnodes: int = 1
+
 
 class FakeSglang:
-    """SGLang with one model in a folder. Change `bags` before a storage is made."""
+    """SGLang with one model in a folder. Change `bags` and `parallel` before a storage is made."""
 
     def __init__(self, model: Path) -> None:
         self.config = dict(CONFIG)
         self.version = "0.5.23"
+        self.parallel = Parallel()
         self.bags = {
             "model": SimpleNamespace(
                 model_path=str(model),
@@ -329,7 +346,11 @@ class FakeSglang:
                 "HookRegistry": HookRegistry,
                 "HookType": SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around"),
             },
-            "runtime_context": {"get_context": lambda: self, "process_model_config": lambda: model_config},
+            "runtime_context": {
+                "get_context": lambda: self,
+                "get_parallel": lambda: self.parallel,
+                "process_model_config": lambda: model_config,
+            },
         }
         for path, content in modules.items():
             parts = f"sglang.srt.{path}".split(".")
