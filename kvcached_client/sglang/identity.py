@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from kvcached_client.sglang.computation import computed_with
-from kvcached_client.vllm.identity import CONFIG_IGNORED, MADE_UP, has_scaled_rope
+from kvcached_client.vllm.identity import CONFIG_IGNORED, MADE_UP, canonical, has_scaled_rope
 
 #: SGLang is untyped here.
 SglangObject: TypeAlias = Any
@@ -132,8 +132,7 @@ class ModelDescription:
             "adapters": self._adapters(content, weights_version),
             "weights_version": weights_version,
         }
-        text = json.dumps(parts, sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=32, person=_PERSON).digest()
+        return hashlib.blake2b(canonical(parts).encode(), digest_size=32, person=_PERSON).digest()
 
     def _check_code(self, weights_version: str) -> None:
         """Raise ValueError if nobody says which code changes what the model computes."""

@@ -32,6 +32,8 @@ _RANDOM_ROOT: Final = "xxhash"
 _PLAIN_ROPE: Final = frozenset({None, "default"})
 #: Speculation that finds its guesses in the text: no layer in the cache is the drafter's.
 _WITHOUT_LAYERS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
+#: What JSON takes for a key.
+_JSON_KEYS: Final = (str, int, float, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class EngineDescription:
         if self._speculative is not None:
             method, draft = self._speculative
             parts["speculative"] = [method, None if draft is None else draft.parts(reader, warnings)]
-        digest = hashlib.blake2b(_canonical(parts).encode(), digest_size=32, person=_PERSON).digest()
+        digest = hashlib.blake2b(canonical(parts).encode(), digest_size=32, person=_PERSON).digest()
         return Identity(digest, self._label[-NAME_LENGTH_MAX:], tuple(warnings))
 
 
@@ -220,5 +222,14 @@ def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+def canonical(value: object) -> str:
+    """The same text for equal values, as JSON, which by itself cannot order keys of several types."""
+    return json.dumps(_ordered(value), default=str)
+
+
+def _ordered(value: object) -> object:
+    if isinstance(value, dict):
+        keys = {key if isinstance(key, _JSON_KEYS) else str(key): each for key, each in value.items()}
+        order = sorted(keys, key=lambda key: (type(key).__name__, "" if key is None else key))
+        return {key: _ordered(keys[key]) for key in order}
+    return [_ordered(each) for each in value] if isinstance(value, (list, tuple)) else value

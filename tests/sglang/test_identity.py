@@ -291,3 +291,15 @@ def test_weights_from_elsewhere_need_a_version(
     with pytest.raises(ValueError, match=r"the weights of .* are .* give a \"weights_version\""):
         found(make)
     assert [of_version(make, run_dir, version) for version in ("1", "1", "2")] == [0, 2, 0]
+
+
+def test_configuration_may_have_keys_of_several_types(make: Make, fake: FakeSglang) -> None:
+    """Python's dictionaries take what JSON cannot order: such a model is served, and known by its values."""
+    labels: dict[Any, str] = {0: "a", 10: "b", "x": "c", None: "d", (1, 2): "e"}
+    fake.config["id2label"] = labels
+    assert found(make) == 0
+    fake.config["id2label"] = dict(reversed(labels.items()))
+    assert found(make) == 2
+    for key in (0, None):
+        fake.config["id2label"] = {**labels, key: "other"}
+        assert found(make) == 0

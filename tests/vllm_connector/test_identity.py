@@ -61,6 +61,7 @@ def test_same_engine_same_keyspace(model: Path) -> None:
         {"model_config__quantization": "awq"},
         {"model_config__quantization_config": {"bits": 4}},
         {"model_config__hf_config__config": {"hidden_size": 256}},
+        {"model_config__hf_config__config": {"hidden_size": 128, "id2label": {0: "a", None: "b", "x": "c"}}},
         {"cache_config__cache_dtype": "fp8"},
         {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
         {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
