@@ -35,6 +35,12 @@ _ALIASES: Final = {
     "decode-context-parallel-size": "dcp-size",
     "attention-context-parallel-size": "attn-cp-size",
 }
+#: Fields of the extra configuration that SGLang takes for itself: name, and what it takes.
+_NUMBERS: Final = (
+    ("prefetch_threshold", int, "a whole number"),
+    ("prefetch_timeout_base", (int, float), "a number"),
+    ("prefetch_timeout_per_ki_token", (int, float), "a number"),
+)
 #: Layers of other kinds have a pool of their own in SGLang, or none.
 _FULL_ATTENTION: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
@@ -163,8 +169,10 @@ def _extra_config(flags: SglangFlags, run_dir: Path) -> Iterator[Finding]:
         return
     for name, wanted in EXTRA_CONFIG.items():
         yield from _field(name, wanted, config)
-    if "tp_lcm_size" in config:
-        yield Finding(_CHECK, "fail", f"{OPTION}: tp_lcm_size is not served", "leave out tp_lcm_size")
+    yield from _numbers(config)
+    if config.get("tp_lcm_size"):
+        text = f"{OPTION}: tp_lcm_size has no effect: pages are found by as many ranks as have stored them"
+        yield Finding(_CHECK, "warn", text, "leave out tp_lcm_size")
     try:
         settings = read_settings(config)
     except ValueError as error:
@@ -211,6 +219,14 @@ def _field(name: str, wanted: object, config: Mapping[str, Any]) -> Iterator[Fin
         said = "missing" if name not in config else repr(value)
         why = ": nothing would be stored" if isinstance(wanted, bool) else ""
         yield Finding(_CHECK, "fail", f"{OPTION}: {name} is {said}{why}", f"write {json.dumps({name: wanted})[1:-1]}")
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Fields that SGLang does not start with, unless they are numbers."""
+    for name, kind, words in _NUMBERS:
+        if not isinstance(config.get(name, 0), kind):
+            text = f"{OPTION}: {name} is {json.dumps(config[name], default=str)}: SGLang does not start with it"
+            yield Finding(_CHECK, "fail", text, f"write {words} for {name}, without quotation marks")
 
 
 def _refused(flags: SglangFlags) -> Iterator[Finding]:

@@ -71,6 +71,7 @@ def test_what_the_guide_starts_has_no_problems() -> None:
     assert not problems(arguments(extra))
     assert not problems(changed(backend_name="mine", interface_v1=True, prefetch_threshold=64))
     assert not problems(changed(kvcached={"run_dir": "/run/./kvcached", "deadline_ms": 500}))
+    assert not problems(changed(prefetch_timeout_base=0.5, prefetch_timeout_per_ki_token=1, tp_lcm_size=0))
     assert not problems([*GOOD, "--hicache-mem-layout", "layer_first"])
     assert not problems([*GOOD, "--hicache-write-policy", "write_through", "--dcp-size", "1"])
 
@@ -100,7 +101,10 @@ def test_what_the_guide_starts_has_no_problems() -> None:
         (changed(hicache_storage_pass_prefix_keys=False), "nothing would be stored", 'prefix_keys": true'),
         (changed(hicache_storage_pass_prefix_keys=1), "prefix_keys is 1", 'prefix_keys": true'),
         (changed(hicache_storage_pass_prefix_keys=[True]), "prefix_keys is [True]", 'prefix_keys": true'),
-        (changed(tp_lcm_size=4), "tp_lcm_size", "leave out tp_lcm_size"),
+        (changed(prefetch_threshold="256"), 'prefetch_threshold is "256"', "a whole number for prefetch_threshold"),
+        (changed(prefetch_threshold=0.5), "prefetch_threshold is 0.5", "a whole number for prefetch_threshold"),
+        (changed(prefetch_timeout_base="1"), "does not start", "a number for prefetch_timeout_base"),
+        (changed(prefetch_timeout_per_ki_token=[1]), "does not start", "a number for prefetch_timeout_per"),
         (changed(kvcached={"rundir": "/x"}), "rundir", "correct the table kvcached"),
         (changed(kvcached={"deadline_ms": 9000}), "9000", "correct the table kvcached"),
         (changed(kvcached={"run_dir": "/elsewhere"}), "/elsewhere", "the same run_dir"),
@@ -122,6 +126,13 @@ def test_extra_configuration_may_be_in_a_file(tmp_path: Path) -> None:
     assert not problems(arguments(f"@{as_toml}"))
     (finding,) = problems(arguments(f"@{as_yaml}"))
     assert (finding.level, "is not read" in finding.text) == ("warn", True)
+
+
+def test_number_of_ranks_that_has_no_effect_is_told() -> None:
+    """With tp_lcm_size, SGLangs of several sizes share pages in other storages, but not here."""
+    (found,) = problems(changed(tp_lcm_size=4))
+
+    assert (found.level, "no effect" in found.text, found.fix) == ("warn", True, "leave out tp_lcm_size")
 
 
 def test_decoding_sglang_that_finds_no_pages_is_told() -> None:
