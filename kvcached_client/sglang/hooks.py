@@ -38,6 +38,10 @@ _WEIGHTS: Final = (
     f"{_UPDATER}.load_weights_from_distributed",
     "sglang.srt.utils.weight_checker.WeightChecker._reset_tensors",
 )
+#: Weights whose memory was given back (`/release_memory_occupation`) come into new memory by this one, which is called
+#: only where memory can be given back. Nobody fills it, unless a copy was kept; then the weights are the same.
+_RESUME: Final = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal.resume"
+_WEIGHTS_TAG: Final = "weights"
 #: Arguments of `_TREE` that are used.
 _NODE: Final = "last_host_node_id"
 _PREFIX: Final = "prefix_keys"
@@ -64,7 +68,7 @@ def install(*, is_attached_late: bool) -> LoadedWeights:
     if _loaded:
         return _loaded[0]
     signature = check_interface()
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
+    from sglang.srt.plugins.hook_registry import HookType  # noqa: PLC0415 - only SGLang has it
 
     loaded = LoadedWeights(loaded_weights.process_began_ns())
 
@@ -84,22 +88,36 @@ def install(*, is_attached_late: bool) -> LoadedWeights:
         finally:
             loaded.replaced("weights were replaced in memory")
 
+    def new_memory(_: object, tag: str) -> None:
+        if tag == _WEIGHTS_TAG and not _is_copy_kept():
+            loaded.replaced("weights were released from memory")
+
     def no_pages(*_: object, **__: object) -> None:
         loaded.dropped_pages()
 
-    before = {target: pkgutil.resolve_name(target) for target in (_TREE, _QUERY, _FLUSH, *_WEIGHTS)}
-    HookRegistry.register(_TREE, whole_prefix, HookType.BEFORE)
-    HookRegistry.register(_QUERY, query, HookType.AROUND)
-    HookRegistry.register(_FLUSH, no_pages, HookType.AFTER)
-    for target in _WEIGHTS:
-        HookRegistry.register(target, new_weights, HookType.AROUND)
-    HookRegistry.apply_hooks()
-    if missed := [target for target, function in before.items() if pkgutil.resolve_name(target) is function]:
-        raise ValueError(f"SGLang has not installed kvcached's hooks, maybe beside another plug-in's: {missed}")
+    _apply(
+        (_TREE, whole_prefix, HookType.BEFORE),
+        (_QUERY, query, HookType.AROUND),
+        (_FLUSH, no_pages, HookType.AFTER),
+        (_RESUME, new_memory, HookType.BEFORE),
+        *((target, new_weights, HookType.AROUND) for target in _WEIGHTS),
+    )
     if is_attached_late:
         loaded.replaced("kvcached was attached to a running SGLang, whose weights may have been replaced before")
     _loaded.append(loaded)
     return loaded
+
+
+def _apply(*hooks: tuple[str, Callable[..., Any], Any]) -> None:
+    """Have SGLang call these, each by its target and kind."""
+    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415 - only SGLang has it
+
+    before = [(target, pkgutil.resolve_name(target)) for target, _, _ in hooks]
+    for hook in hooks:
+        HookRegistry.register(*hook)
+    HookRegistry.apply_hooks()
+    if missed := [target for target, function in before if pkgutil.resolve_name(target) is function]:
+        raise ValueError(f"SGLang has not installed kvcached's hooks, maybe beside another plug-in's: {missed}")
 
 
 def check_interface() -> inspect.Signature:
@@ -111,13 +129,21 @@ def check_interface() -> inspect.Signature:
     try:
         pkgutil.resolve_name(_REGISTRY)
         signature = inspect.signature(pkgutil.resolve_name(_TREE))
-        for target in (_QUERY, _FLUSH, *_WEIGHTS):
+        for target in (_QUERY, _FLUSH, _RESUME, *_WEIGHTS):
             pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"this version of SGLang is not served: {error}") from error
     if not {_NODE, _PREFIX} <= set(signature.parameters):
         raise ValueError(f"this version of SGLang is not served: {_TREE} has other arguments: {signature}")
     return signature
+
+
+def _is_copy_kept() -> bool:
+    """Whether SGLang keeps a copy of weights whose memory it gives back."""
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - only SGLang has it
+
+    features = getattr(get_context().config_bag("exec"), "features", None)
+    return bool(getattr(features, "enable_weights_cpu_backup", False))
 
 
 def is_scheduler_asking() -> bool:

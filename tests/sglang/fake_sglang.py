@@ -198,6 +198,18 @@ class WeightChecker:
         """The weights are noise."""
 
 
+class _TorchMemorySaverAdapterReal:
+    """Memory that SGLang gives back and gets again, if it is started so."""
+
+    def resume(self, tag: str) -> None:
+        """What is in this memory is lost, unless a copy was kept."""
+
+
+def resume_memory(tag: str) -> None:
+    """As SGLang does for `/resume_memory_occupation`."""
+    _TorchMemorySaverAdapterReal().resume(tag)
+
+
 def replace_weights() -> None:
     """By a request that names a folder."""
     assert WeightUpdater().update_weights_from_disk("elsewhere", "auto") == (True, "done")
@@ -224,7 +236,7 @@ def _hooked(original: Callable[..., Any], hook: Callable[..., Any], kind: str) -
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
         if kind == "before":
-            args, kwargs = hook(*args, **kwargs)
+            args, kwargs = hook(*args, **kwargs) or (args, kwargs)
             return original(*args, **kwargs)
         if kind == "around":
             return hook(original, *args, **kwargs)
@@ -239,6 +251,7 @@ FAKES: dict[str, type] = {
     "UnifiedRadixCache": UnifiedRadixCache,
     "WeightChecker": WeightChecker,
     "WeightUpdater": WeightUpdater,
+    "_TorchMemorySaverAdapterReal": _TorchMemorySaverAdapterReal,
 }
 
 
@@ -310,6 +323,7 @@ class FakeSglang:
                     sampling_backend=None,
                 ),
                 comm=SimpleNamespace(enable_quant_communications=False),
+                features=SimpleNamespace(enable_weights_cpu_backup=False),
                 deterministic=SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None),
             ),
             "mm": SimpleNamespace(
@@ -334,6 +348,7 @@ class FakeSglang:
             (UnifiedRadixCache, "query_storage_hit_length"),
             (UnifiedRadixCache, "reset"),
             (WeightChecker, "_reset_tensors"),
+            (_TorchMemorySaverAdapterReal, "resume"),
             *((WeightUpdater, name) for name in vars(WeightUpdater) if not name.startswith("_")),
         ):
             patch.setattr(fake, method, getattr(fake, method))  # taken back with its hooks
@@ -342,6 +357,7 @@ class FakeSglang:
             "mem_cache.unified_radix_cache": {"UnifiedRadixCache": UnifiedRadixCache},
             "model_executor.model_runner_components.weight_updater": {"WeightUpdater": WeightUpdater},
             "utils.weight_checker": {"WeightChecker": WeightChecker},
+            "utils.torch_memory_saver_adapter": {"_TorchMemorySaverAdapterReal": _TorchMemorySaverAdapterReal},
             "plugins.hook_registry": {
                 "HookRegistry": HookRegistry,
                 "HookType": SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around"),

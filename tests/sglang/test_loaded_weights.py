@@ -25,6 +25,7 @@ from tests.sglang.fake_sglang import (
     hashes,
     places,
     replace_weights,
+    resume_memory,
 )
 
 #: As it is: the tests put another in its place.
@@ -38,6 +39,7 @@ UPDATES: list[Update] = [
     lambda updater: updater.update_weights_from_tensor([]),
     lambda updater: updater.load_weights_from_distributed([]),
     lambda _: WeightChecker()._reset_tensors(),
+    lambda _: resume_memory("weights"),
 ]
 
 
@@ -80,6 +82,19 @@ def test_every_way_to_replace_weights_counts(make: Make, update: Update) -> None
     with contextlib.suppress(NotImplementedError):
         update(WeightUpdater())
     assert storage.batch_exists(keys) == 0
+
+
+@pytest.mark.parametrize(("tag", "is_copy_kept"), [("kv_cache", False), ("weights", True)])
+def test_memory_that_comes_back_with_the_same_weights_changes_nothing(
+    make: Make, fake: FakeSglang, tag: str, is_copy_kept: bool
+) -> None:
+    """Memory of other kinds has no weights; of weights, SGLang may keep a copy while their memory is given back."""
+    fake.bags["exec"].features.enable_weights_cpu_backup = is_copy_kept
+    keys, storage = hashes(2), make(MHATokenToKVPoolHost())
+    store(storage, keys)
+    resume_memory(tag)
+    assert storage.batch_exists(keys) == 2
+    assert make(MHATokenToKVPoolHost()).batch_exists(keys) == 2
 
 
 def test_old_pages_that_are_stored_before_sglang_drops_them_are_not_found(make: Make) -> None:
