@@ -39,6 +39,11 @@ class Pools(NamedTuple):
         self.side_pools.close()
         self.pages.close()
 
+    def discard(self) -> None:
+        """End the sessions, and have the daemon drop what is stored if it answers: nobody will find it any more."""
+        self.is_cleared()
+        self.close()
+
 
 class Ended(NamedTuple):
     """A clear that is owed no longer.

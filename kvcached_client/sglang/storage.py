@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Final
@@ -71,7 +71,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
         self._side_pools = self._no_side_pools()
         self._turn = threading.Lock()
         self._calls = 0  # under way
-        self._closing: list[Pools | SidePools] = []  # when no call is under way
+        self._closing: list[Callable[[], None]] = []  # when no call is under way
         self._knows_prefixes, self._has_told_promises = True, False
         self._owed_clears = OwedClears()
         self._silence = Silence()
@@ -198,11 +198,11 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
             )
 
     def close(self) -> None:
-        """End the session; what is stored stays."""
+        """End the session; what is stored stays, unless the weights were replaced, so that nobody can find it."""
         with self._turn:
             self._make_up_clears()
             self._leave_pools()
-            self._closing += self._owed_clears.give_up()
+            self._closing += [pools.close for pools in self._owed_clears.give_up()]
             self._close_left()
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
     def _make_up_clears(self) -> None:
         for pools, is_refused in self._owed_clears.make_up():
             if pools != self._pools:
-                self._closing.append(pools)
+                self._closing.append(pools.close)
             elif is_refused:
                 self._weights.replaced("the daemon refuses to clear")  # counts also when the storage is attached again
         self._close_left()
@@ -259,19 +259,23 @@ class KvcachedStorage(HiCacheStorage):  # type: ignore[misc]
     def _leave_pools(self) -> None:
         """Have none from now on; calls that are under way end in the present ones.
 
-        Those of which a clear is owed stay open until it is made, unless nobody else can have their pages.
+        Those of which a clear is owed stay open until it is made. Nobody else can have pages of a secret keyspace, so
+        those are cleared when they are closed.
         """
         pools = self._pools
-        if pools is not None and self._is_secret:
+        if pools is None:
+            self._closing.append(self._side_pools.close)
+        elif self._is_secret:
             self._owed_clears.drop(pools)
-        if pools not in self._owed_clears:
-            self._closing.append(pools or self._side_pools)
+            self._closing.append(pools.discard)
+        elif pools not in self._owed_clears:
+            self._closing.append(pools.close)
         self._pages, self._side_pools = None, self._no_side_pools()
         self._close_left()
 
     def _close_left(self) -> None:
         while self._closing and not self._calls:
-            self._closing.pop().close()
+            self._closing.pop()()
 
     def _no_side_pools(self) -> SidePools:
         return SidePools(is_alone=ranks_of(self._config) == 1)

@@ -18,6 +18,7 @@ from tests.sglang.conftest import CONFIG, Make
 from tests.sglang.fake_sglang import (
     FakeSglang,
     MHATokenToKVPoolHost,
+    PoolTransfer,
     UnifiedRadixCache,
     WeightChecker,
     WeightUpdater,
@@ -195,6 +196,47 @@ def test_updates_in_a_row_cost_one_namespace(make: Make, tmp_path: Path) -> None
             assert storage.batch_exists(keys) == 0
             store(storage, keys)
         assert len(namespaces(directory)) == 2
+
+
+def cached(run_dir: Path) -> int:
+    """Pages in all namespaces."""
+    with Admin.connect(run_dir) as admin:
+        return sum(host.states["cached"] for host in admin.stats().hosts)
+
+
+def test_pages_that_nobody_can_find_are_dropped(make: Make, tmp_path: Path) -> None:
+    """A storage that is detached after new weights leaves no pages of any pool in the daemon; others leave theirs."""
+    directory, keys = tmp_path / "run", hashes(2)
+    with running_daemon(CONFIG, directory):
+        for is_replaced, left in ((True, 0), (False, 4)):
+            storage = make(MHATokenToKVPoolHost(), directory, beside={"swa": MHATokenToKVPoolHost()})
+            if is_replaced:
+                replace_weights()
+            store(storage, keys)
+            window = PoolTransfer("swa", keys, places(0, 1), "trailing_pages")
+            assert storage.batch_set_v2([window], behind()) == {"swa": [True, True]}
+            assert cached(directory) == 4
+            storage.close()
+            assert cached(directory) == left
+
+
+def test_pages_of_a_call_under_way_are_dropped_with_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a call stores of replaced weights while the storage is detached is dropped when the call ends."""
+    directory, keys = tmp_path / "run", hashes(2)
+    store_now = PageStore.store
+
+    def late(pages: PageStore, *args: Any) -> int:
+        storage.close()
+        return store_now(pages, *args)
+
+    with running_daemon(CONFIG, directory):
+        storage = make(MHATokenToKVPoolHost(), directory)
+        replace_weights()
+        monkeypatch.setattr(PageStore, "store", late)
+        store(storage, keys)
+        assert cached(directory) == 0
 
 
 def test_call_under_way_keeps_its_pages_to_itself(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,3 +89,12 @@ def test_sessions_that_were_not_asked_are_used_again(
     monkeypatch.setattr(storage._silence, "ends_at_s", 0.0)
     assert _stored(storage) == 0
     assert asked == {"match": 1, "acquire": 1}
+
+
+def test_detached_storage_waits_for_one_answer(
+    storage: Any, asked: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that nobody can find any more are dropped when the storage is detached, but for no more than a deadline."""
+    monkeypatch.setattr(storage, "_is_secret", True)
+    storage.close()
+    assert asked == {"clear": 1}
