@@ -36,6 +36,8 @@ RETRY_S: Final = 5.0
 #: How long storage is waited for at most, whatever the daemon's configuration says. SGLang ends itself if its threads
 #: are busy for ten seconds when it drops its pages.
 FETCH_MS: Final = 5_000
+#: Why an engine has no session, if it is not the daemon's refusal.
+LOST: Final = "lost"
 _names: Final = itertools.count(1)
 
 
@@ -64,12 +66,14 @@ class OneProcessSession:
         client: for one thread at a time, see `turn`.
         shard: copies.
         storage_at_s: when the daemon is asked again for what is in storage; before, it said that there is none.
+        since_s: when it began, by `time.monotonic`.
         turn: held by a thread while it asks the daemon, where there are several.
     """
 
     client: OffloadClient
     shard: OffloadShard
     storage_at_s: float = 0.0
+    since_s: float = field(default_factory=time.monotonic)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
@@ -125,7 +129,9 @@ class OneProcessSession:
 
 
 class Silence:
-    """A daemon that does not answer, for all engines of one process that use it: one waits for it, not each of them.
+    """A daemon that does not answer or is lost, for all engines of one process that use it.
+
+    One of them waits for it, and one tells of it, not each of them.
 
     Attributes:
         ends_at_s: when it is asked again, by `time.monotonic`.
@@ -133,6 +139,9 @@ class Silence:
 
     def __init__(self) -> None:
         self.ends_at_s = 0.0
+        self._troubles: set[str] = set()  # that were told, and are not over
+        self._lost_at_s = -math.inf
+        self._turn = threading.Lock()
 
     @property
     def is_now(self) -> bool:
@@ -145,6 +154,30 @@ class Silence:
         if is_silent:
             self.ends_at_s = time.monotonic() + RETRY_S
         return is_silent
+
+    def is_news(self, trouble: str, *, since_s: float | None = None) -> bool:
+        """Whether nobody was told of a trouble yet.
+
+        Args:
+            trouble: `LOST`, or why the daemon refuses sessions.
+            since_s: when the session began that is lost. One that is older than the last loss was lost with it, though
+                another engine may have a new one by now.
+        """
+        with self._turn:
+            if since_s is not None and since_s <= self._lost_at_s:
+                return False
+            is_news = trouble not in self._troubles
+            if is_news and trouble == LOST:
+                self._lost_at_s = time.monotonic()
+            self._troubles.add(trouble)
+            return is_news
+
+    def is_over(self, trouble: str) -> bool:
+        """Whether somebody was told that the daemon is lost, or of this trouble; an engine has a session now."""
+        with self._turn:
+            over = self._troubles & {LOST, trouble}
+            self._troubles -= over
+            return bool(over)
 
 
 class OneProcessEngine:
@@ -176,7 +209,7 @@ class OneProcessEngine:
         self._session: OneProcessSession | None = None
         self._opening = threading.Lock()
         self._retry_at_s = 0.0
-        self._is_lost = False
+        self._trouble = LOST  # why there is no session
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[OneProcessSession | None]:
@@ -202,16 +235,19 @@ class OneProcessEngine:
             session.close(is_answered=not self._silence.is_now)
 
     def _give_up(self, lost: OneProcessSession | None, error: KvcachedError) -> None:
+        is_refused = isinstance(error, RequestError) and error.fault is Fault.CALLER
         with self._opening:
             if self._session is not lost:
                 return  # of a session that another thread has given up
             self._session = None
             self._retry_at_s = time.monotonic() + RETRY_S
-            level = logging.DEBUG if self._is_lost else logging.WARNING
-            self._is_lost = True
+            if not (is_refused and self._trouble != LOST):  # a refusal may be in other words each time
+                self._trouble = str(error) if is_refused else LOST
+            is_news = self._silence.is_news(self._trouble, since_s=None if lost is None else lost.since_s)
             is_answered = not self._silence.note(error)
+        level = logging.WARNING if is_news else logging.DEBUG
         # It is tried again in either case: what has to be corrected may be the daemon's configuration.
-        if isinstance(error, RequestError) and error.fault is Fault.CALLER:
+        if is_refused:
             self._log.log(level, "kvcached: nothing is stored or loaded until this is corrected: %s", error)
         else:
             words = "kvcached: nothing is stored or loaded, and the daemon is tried again every %g s: %s"
@@ -230,9 +266,9 @@ class OneProcessEngine:
                 return None
             if self._session is None and time.monotonic() >= self._retry_at_s:
                 self._session = self._open()
-                if self._is_lost:
+                if self._silence.is_over(self._trouble):
                     self._log.warning("kvcached: the daemon is back")
-                    self._is_lost = False
+                self._trouble = LOST
             return self._session
 
     def _open(self) -> OneProcessSession:

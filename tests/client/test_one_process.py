@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from typing import Any
 
 import pytest
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.engines import one_process
-from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine
+from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, Silence
 from kvcached_client.errors import ErrorCode, request_error
-from kvcached_client.protocol.engine import error_reply
+from kvcached_client.protocol.engine import HelloOffload, error_reply
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.offload_rig import layer
+
+
+def engine_on(daemon: FakeDaemon, silence: Silence | None = None) -> OneProcessEngine:
+    return OneProcessEngine(
+        EngineIdentity("engine 1.0", bytes(32), "model", 16),
+        EnginePages.of_tensors({"layer": layer(6, 512)}),
+        run_dir=daemon.run_dir,
+        deadline_ms=2000,
+        log=logging.getLogger("kvcached_client"),
+        silence=silence,
+    )
+
+
+def has_no_session(engine: OneProcessEngine) -> bool:
+    with engine.guarded() as session:
+        return session is None
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(
@@ -30,18 +52,30 @@ def test_mistakes_and_passing_failures_are_told_apart(
     monkeypatch.setattr(one_process, "RETRY_S", 0.0)
     refusal = request_error(code, "what is wrong", "what to do")
     daemon.script = lambda request, _: (error_reply(request.id, refusal), [])
-    engine = OneProcessEngine(
-        EngineIdentity("engine 1.0", bytes(32), "model", 16),
-        EnginePages.of_tensors({"layer": layer(6, 512)}),
-        run_dir=daemon.run_dir,
-        deadline_ms=2000,
-        log=logging.getLogger("kvcached_client"),
-    )
-    for _ in range(2):
-        with engine.guarded() as session:
-            assert session is None
-    engine.close()
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        f"kvcached: nothing is stored or loaded{until}: {code}: what is wrong (what to do)"
-    ]
+    with contextlib.closing(engine_on(daemon)) as engine:
+        for _ in range(2):
+            assert has_no_session(engine)
+    assert warnings(caplog) == [f"kvcached: nothing is stored or loaded{until}: {code}: what is wrong (what to do)"]
     assert len(daemon.requests) >= 2
+
+
+def test_refusals_of_several_engines_are_told_once_each(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of one process tell the same refusal once, one of another reason too, and one in other words no more."""
+    monkeypatch.setattr(one_process, "RETRY_S", 0.0)
+    said = iter("aabbc")
+
+    def refuse(request: Any, _: Any) -> Any:
+        if isinstance(request, HelloOffload):
+            return error_reply(request.id, request_error(ErrorCode.BAD_VALUE, next(said), "what to do")), []
+        return None
+
+    daemon.script = refuse
+    silence = Silence()
+    with contextlib.ExitStack() as stack:
+        first, second, third = (stack.enter_context(contextlib.closing(engine_on(daemon, silence))) for _ in range(3))
+        for engine in (first, second, first, second, third):
+            assert has_no_session(engine)
+    words = f"kvcached: nothing is stored or loaded until this is corrected: {ErrorCode.BAD_VALUE}: {{}} (what to do)"
+    assert warnings(caplog) == [words.format(reason) for reason in "ac"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -65,6 +66,39 @@ def _stored(storage: Any) -> int:
     beside = storage.batch_set_v2([window, state], behind())
     told = [*beside.values(), storage.batch_set_v1(KEYS, places(0, 1, 2, 3), behind())]
     return sum(map(sum, told))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The beginnings of what was warned of since this was asked last."""
+    told = [each.getMessage()[:36] for each in caplog.records if each.levelno >= logging.WARNING]
+    caplog.clear()
+    return told
+
+
+def test_lost_daemon_is_told_once(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All pools, and what looks up and what copies in each, tell of a daemon together: when it is lost, and is back."""
+    monkeypatch.setattr(one_process, "RETRY_S", 0.0)
+    directory, lost, back = tmp_path / "run", "kvcached: nothing is stored or loade", "kvcached: the daemon is back"
+    pools = {"swa": MHATokenToKVPoolHost(), "mamba": MambaPoolHost()}
+    with running_daemon(CONFIG, directory):
+        storage = make(MHATokenToKVPoolHost(), directory, beside=pools)
+        assert _stored(storage) == 4 + 2 + 1
+        assert not warnings(caplog)
+    for _ in range(2):
+        assert (storage.batch_exists(KEYS), _stored(storage)) == (0, 0)
+    assert warnings(caplog) == [lost]
+    with running_daemon(CONFIG, directory):
+        assert _stored(storage) == 4 + 2 + 1
+        assert storage.batch_exists(KEYS) == 4
+        assert warnings(caplog) == [back]
+    assert storage.batch_exists(KEYS) == 0
+    with running_daemon(CONFIG, directory):
+        assert storage.batch_exists(KEYS) == 0
+        assert _stored(storage) < 4 + 2 + 1  # in sessions of the daemon before
+        assert _stored(storage) == 4 + 2 + 1
+        assert warnings(caplog) == [lost, back]
 
 
 def test_look_up_waits_for_one_answer(storage: Any, asked: Counter[str]) -> None:
