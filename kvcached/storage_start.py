@@ -76,7 +76,7 @@ async def start_storage(
     `record` is that of generations as it was found: it tells what storage has still to forget.
 
     Raises:
-        DaemonFailure: it never will work with these settings.
+        DaemonFailure: it never will work with these settings, and nothing is kept that an end would lose.
     """
     storage = config.storage
     if storage is None or host is None:
@@ -112,7 +112,7 @@ async def start_storage(
     link.attach()
     if await link.started(TAKEOVER_PATIENCE_S if is_takeover else config.worker_ready_deadline_ms / 1000):
         return
-    if link.is_misconfigured:
+    if link.is_misconfigured and not is_takeover:  # else what a service refuses meanwhile would cost the memory
         raise request_error(
             ErrorCode.INTERNAL, f"storage {storage.backend!r}: {link.why}", "correct [storage], or remove it"
         )

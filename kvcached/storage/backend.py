@@ -36,7 +36,11 @@ class StorageUnusable(Exception):
 
 
 class StorageMisconfigured(StorageUnusable):
-    """A backend can never be opened with these settings, so it is not tried again."""
+    """A backend cannot be opened with these settings, or a service refuses them: who starts a daemon is told at once.
+
+    A daemon that has taken over memory goes on without storage, and so does one whose storage was open before. Both try
+    again: what a service refuses now it may accept later.
+    """
 
 
 class RecordUnusable(StorageUnusable):

@@ -80,7 +80,7 @@ class StorageLink:
     Attributes:
         state: see `LinkState`.
         why, trouble: the last failure, in words; what is wrong although it works, empty if nothing is.
-        is_misconfigured: the last start failed because of wrong settings, so every other start will fail.
+        is_misconfigured: the last start failed because of settings that are wrong, or that the service refuses.
         usage: blocks, bytes and capacity in the backend's last report; -1 for an unknown figure.
         counters: counts of its work.
         is_shared: the backend keeps a record of generations for daemons of several machines.

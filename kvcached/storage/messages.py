@@ -165,7 +165,7 @@ class NotOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     Attributes:
         reason: what it is, and what to do.
-        is_misconfigured: it never can be with these settings.
+        is_misconfigured: its settings are wrong, or the service refuses them.
     """
 
     reason: str

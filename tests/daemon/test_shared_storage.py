@@ -8,11 +8,13 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 
 from kvcached.storage.link_state import LinkState
 from kvcached_client import Admin
 from kvcached_client.errors import RequestError
 from tests.daemon.conftest import RunningDaemon, started
+from tests.daemon.supervised import supervised
 from tests.daemon.test_generations import reboot
 from tests.daemon.test_offload import config
 from tests.daemon.test_restart import Engine
@@ -209,3 +211,21 @@ def test_daemons_of_another_layout_or_key_do_not_use_the_service(tmp_path: Path,
                 assert told.state != LinkState.READY
                 assert why in told.why
         one.store("b")
+
+
+def test_service_that_refuses_the_next_daemon_costs_no_memory(tmp_path: Path, server: Server) -> None:
+    """A daemon is killed after the server's password was changed: the next one hits in memory, says why, tries on."""
+    operator = redis.Redis(unix_socket_path=str(server.socket), protocol=2, single_connection_client=True)
+    with closing(operator), supervised(tmp_path, shared(server)) as daemon:
+        with closing(Engine(daemon.run_dir)) as engine:
+            engine.store("a", BLOCKS)
+            operator.config_set("requirepass", "another")
+            daemon.kill_and_wait()
+            engine.connect()
+            engine.join()
+            assert engine.load("a", BLOCKS) == BLOCKS
+        with Admin.connect(daemon.run_dir, deadline_ms=10_000) as admin:
+            (detail,) = [each.detail for each in admin.health().parts if each.part == "storage"]
+            assert "refuses the user" in detail
+            operator.config_set("requirepass", "")
+            until(lambda: admin.storage("status").state == LinkState.READY)
