@@ -51,7 +51,8 @@ class Outcome(StrEnum):
     """The outcome for one block of a batch."""
 
     DONE = "done"
-    ABSENT = "absent"  #: get: there is no value for the key, or one of another size
+    ABSENT = "absent"  #: get: there is no value for the key
+    WRONG = "wrong"  #: get: there is something else than a value of that size; the caller discards it
     FULL = "full"  #: put: there is no room, and none can be made
     FAILED = "failed"  #: the device or the service failed
 
@@ -65,6 +66,7 @@ class Result(NamedTuple):
 
 DONE: Final = Result(Outcome.DONE)
 ABSENT: Final = Result(Outcome.ABSENT)
+WRONG: Final = Result(Outcome.WRONG)
 
 
 class Block(NamedTuple):
@@ -183,7 +185,7 @@ class Storage(ABC):
         """Delete values; returns how many there were."""
 
     def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
-        """Delete values that were read and are wrong. By default as `delete`, if that has an effect."""
+        """Delete what was read and is wrong: `missing` names it then. By default as `delete`, if that has an effect."""
         if self.capabilities.deletes:
             self.delete(keys, timeout_s=timeout_s)
 

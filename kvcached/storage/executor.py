@@ -155,8 +155,9 @@ class HostCopies:
                 slot, failure = each.slot, result.outcome is Outcome.FAILED
                 sums = _arrived(kind, stored, each) if result.outcome is Outcome.DONE else None
                 if sums is None:
-                    wrong += result.outcome is Outcome.DONE
-                    self._drop_wrong(stored, slot, result)
+                    if result.outcome in {Outcome.DONE, Outcome.WRONG}:
+                        wrong += 1
+                        self._drop_wrong(stored, slot)
                     return _done(request.sequence, good, result if failure else None, wrong=wrong)
                 for header, checksum in zip(slot.headers, sums, strict=True):
                     packed = host_header.pack(headers, slot.name, checksum, request.epoch, request.transfer)
@@ -164,11 +165,10 @@ class HostCopies:
                 good += 1
         return Done(sequence=request.sequence, count=good)
 
-    def _drop_wrong(self, kind: StoredKind, slot: _Slot, result: Result) -> None:
+    def _drop_wrong(self, kind: StoredKind, slot: _Slot) -> None:
         """Delete a wrong block. Where that fails, as on a full disk, the blocks before it are still good."""
-        if result.outcome is Outcome.DONE:
-            with contextlib.suppress(Exception):  # of any backend; the block is found wrong again
-                self._backend.discard([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
+        with contextlib.suppress(Exception):  # of any backend; the block is found wrong again
+            self._backend.discard([kind.prefix() + slot.name.key], timeout_s=self._timeout_s)
 
     # --- to storage -------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ def s3_bodies_in_the_host_pool(patch: pytest.MonkeyPatch) -> None:
     rewrite(patch, S3Storage._put, 'b"".join(block.parts)', "list(block.parts)")
 
 
-@caught_by(_CALLS + "test_object_of_another_size_is_absent")
+@caught_by(_CALLS + "test_object_of_another_size_is_wrong")
 def s3_objects_of_any_size(patch: pytest.MonkeyPatch) -> None:
     """An object of another size is read as the block."""
     rewrite(patch, S3Storage._get, 'answer.meta["size"] != block.size_bytes', "False")

@@ -86,14 +86,21 @@ class StorageContract:
         assert storage.get([block], timeout_s=TIMEOUT_S) == [DONE]
         assert is_right(block, 2)
 
-    def test_values_of_another_size_are_absent(self, storage: Storage) -> None:
-        """A value is got in its own size or not at all."""
+    def test_value_of_another_size_is_replaced(self, storage: Storage) -> None:
+        """A value is got in its own size or not at all; one of another size is discarded, and put again."""
+        short = stored(1)
+        assert storage.put([short._replace(parts=short.parts[:2])], timeout_s=TIMEOUT_S) == [DONE]
+
+        (result,) = storage.get([asked(1)], timeout_s=TIMEOUT_S)
+
+        assert result.outcome in {Outcome.ABSENT, Outcome.WRONG}
+        if result.outcome is Outcome.WRONG:
+            storage.discard([key(1)], timeout_s=TIMEOUT_S)
+        assert storage.missing([key(1)], timeout_s=TIMEOUT_S) == [True]
         put(storage, 1)
         block = asked(1)
-
-        (result,) = storage.get([block._replace(parts=block.parts[:2])], timeout_s=TIMEOUT_S)
-
-        assert result.outcome is Outcome.ABSENT
+        assert storage.get([block], timeout_s=TIMEOUT_S) == [DONE]
+        assert is_right(block, 1)
 
     @pytest.mark.parametrize(("part_bytes", "shards"), [(1, 1), (4096, 1), (5000, 3), (512, 64), (1 << 20, 2)])
     def test_values_have_any_size(self, storage: Storage, part_bytes: int, shards: int) -> None:

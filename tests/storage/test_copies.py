@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from kvcached.core.messages import Span
-from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, WRONG, Block, Capabilities, Outcome, Result, Storage, Usage
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import Backup, BlockFormat, Delete, Fetch, Forget, Ping, Query, Request
 from kvcached_client.blocks import header as host_header
@@ -50,6 +50,8 @@ class Shelf(Storage):
         value = self.values.get(block.key)
         if value is None:
             return ABSENT
+        if len(value) != block.size_bytes:
+            return WRONG
         at = 0
         for part in block.parts:
             part[:] = value[at : at + part.nbytes]
@@ -214,6 +216,19 @@ def test_changed_byte_ends_the_hit(rig: Rig, at: int) -> None:
     assert rig.fetch([0, 1, 2, 3, 4]) == (1, 1)
     assert bytes(rig.header(1, 0)) == bytes(HEADER_BYTES)
     assert key not in rig.shelf.values
+
+
+def test_value_of_another_size_is_written_again(rig: Rig) -> None:
+    """A value that was cut short counts as wrong and is deleted, so the next backup of its block writes it."""
+    rig.fill([0, 1])
+    rig.back_up([0, 1])
+    (second,) = [key for key in rig.shelf.values if key.endswith(KEYS[1])]
+    del rig.shelf.values[second][-1:]
+
+    assert rig.fetch([4, 5]) == (1, 1)
+
+    assert rig.back_up([0, 1]) == (2, 1)
+    assert rig.fetch([4, 5]) == (2, 0)
 
 
 def test_wrong_block_that_cannot_be_deleted_costs_only_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

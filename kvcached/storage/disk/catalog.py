@@ -76,9 +76,12 @@ class DiskCatalog:
         return found
 
     def places(self, blocks: Sequence[Block]) -> list[Place | None]:
-        """Where each block is, if it is there. A value of another size is not that block."""
+        """Where each block is, if it is there. A value of another size is not that block, and is forgotten."""
         found = self.find(block.key for block in blocks)
-        return [self._place(found.get(block.key), block.size_bytes) for block in blocks]
+        places = [self._place(found.get(block.key), block.size_bytes) for block in blocks]
+        pairs = zip(places, blocks, strict=True)
+        self._forget_if_possible([found[block.key] for place, block in pairs if place is None and block.key in found])
+        return places
 
     def _place(self, entry: Entry | None, size_bytes: int) -> Place | None:
         return (self._space.files[entry.file], entry) if entry is not None and entry.size_bytes == size_bytes else None

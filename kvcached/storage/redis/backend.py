@@ -19,6 +19,7 @@ from kvcached.storage.backend import (
     ABSENT,
     DONE,
     STORED_KEY_BYTES,
+    WRONG,
     Block,
     Capabilities,
     Outcome,
@@ -88,7 +89,7 @@ class RedisStorage(Storage):
         return found
 
     def get(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Read values; a value of another size or type is absent."""
+        """Read values; a value of another size or type is wrong."""
         return self._each(blocks, lambda block: (b"GET", self._name(block.key)), _got, timeout_s)
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
@@ -248,9 +249,11 @@ def uses_of(settings: RedisSettings) -> list[tuple[bytes, ...]]:
 
 def _got(block: Block, reply: Reply) -> Result:
     if isinstance(reply, ResponseError):
-        return ABSENT if str(reply).startswith("WRONGTYPE") else _refused(reply)
-    if reply is None or len(reply) != block.size_bytes:
+        return WRONG if str(reply).startswith("WRONGTYPE") else _refused(reply)
+    if reply is None:
         return ABSENT
+    if len(reply) != block.size_bytes:
+        return WRONG
     value, at = memoryview(reply), 0
     for part in block.parts:
         part[:] = value[at : at + part.nbytes]

@@ -24,6 +24,7 @@ from kvcached.storage.backend import (
     DONE,
     PREFIX_BYTES,
     STORED_KEY_BYTES,
+    WRONG,
     Block,
     Capabilities,
     Result,
@@ -179,7 +180,7 @@ class S3Storage(Storage):
             try:
                 answer = await obstore.get_async(self._store, self._path(block.key))
                 if answer.meta["size"] != block.size_bytes:
-                    return ABSENT
+                    return WRONG
                 value = memoryview(await answer.buffer_async())
             except FileNotFoundError:
                 return ABSENT

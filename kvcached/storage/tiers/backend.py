@@ -93,9 +93,9 @@ class TieredStorage(Storage):
         for number, result in zip(lacking, beyond, strict=True):
             if on_disk is None or result.outcome is not Outcome.FAILED:
                 results[number] = result
-        came = [block for block, result in zip(asked, beyond, strict=True) if result.outcome is Outcome.DONE]
-        self._remember(came, ())
-        self.refills.add(came, epoch)
+        pairs = list(zip(asked, beyond, strict=True))
+        self._remember([block for block, result in pairs if result.outcome in {Outcome.DONE, Outcome.WRONG}], ())
+        self.refills.add([block for block, result in pairs if result.outcome is Outcome.DONE], epoch)
         return results
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from redis.exceptions import RedisError, ResponseError
 
-from kvcached.storage.backend import ABSENT, DONE, UNKNOWN_USAGE, Outcome, Storage
+from kvcached.storage.backend import ABSENT, DONE, UNKNOWN_USAGE, WRONG, Outcome, Storage
 from kvcached.storage.redis import backend
 from kvcached.storage.redis.backend import RedisStorage
 from kvcached.storage.redis.connections import Connections
@@ -207,15 +207,15 @@ def test_record_counts_as_used(server: Server) -> None:
             assert server.ask("OBJECT", "IDLETIME", "used:record") == 0
 
 
-def test_key_of_another_type_is_absent(server: Server, storage: Storage, request: pytest.FixtureRequest) -> None:
-    """A list under a block's name is no block, and no failure of the server; a put takes its place."""
+def test_key_of_another_type_is_wrong(server: Server, storage: Storage, request: pytest.FixtureRequest) -> None:
+    """A list under a block's name is a wrong block, and no failure of the server; a put takes its place."""
     put(storage, 1, 3)
     server.ask("LPUSH", name(2, request.node.name), "foreign")
     blocks = [asked(number) for number in (1, 2, 3)]
 
     results = storage.get(blocks, timeout_s=TIMEOUT_S)
 
-    assert results == [DONE, ABSENT, DONE]
+    assert results == [DONE, WRONG, DONE]
     assert is_right(blocks[2], 3)
     assert put(storage, 2) == [Outcome.DONE]
     assert get(storage, 2) == DONE

@@ -13,7 +13,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-from kvcached.storage.backend import ABSENT, DONE, Outcome, Result, VersionedRecord
+from kvcached.storage.backend import ABSENT, DONE, WRONG, Outcome, Result, VersionedRecord
 from kvcached.storage.frame import FRAME_BYTES
 from kvcached.storage.s3 import backend
 from kvcached.storage.s3.backend import S3Storage
@@ -199,11 +199,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     return counts
 
 
-def test_object_of_another_size_is_absent(storage: S3Storage) -> None:
+def test_object_of_another_size_is_wrong(storage: S3Storage) -> None:
     """What somebody else wrote under the name is not copied over the end of a block, nor a part of it."""
     for size in (0, FRAME_BYTES + KIND.part_bytes, 100_000):
         obstore.put(server().store(), path(storage, 1), bytes(size))
-        assert storage.get([asked(1)], timeout_s=TIMEOUT_S) == [ABSENT]
+        assert storage.get([asked(1)], timeout_s=TIMEOUT_S) == [WRONG]
 
 
 def test_clear_goes_through_many_pages(storage: S3Storage) -> None:
