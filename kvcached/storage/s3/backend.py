@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import S3Store
 
 from kvcached.storage.backend import (
@@ -95,7 +95,7 @@ class S3Storage(Storage):
         """Read blocks."""
         gate = _gate(blocks)
         results = _results(self.calls.run_all([self._get(block, gate) for block in blocks], timeout_s))
-        self._noted([each == DONE for each in results])
+        self._noted([each in {DONE, WRONG} for each in results])
         return results
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
@@ -140,10 +140,13 @@ class S3Storage(Storage):
     async def look(self) -> None:
         """Look whether there are no blocks, for `usage`."""
         pages = obstore.list(self._store, self._blocks, chunk_size=_PAGE)
-        while (names := await self._next_of(pages)) is not None:
-            if names:
-                self._empty_until_s = 0.0
-                return
+        self._empty_until_s = 0.0
+        try:
+            while (names := await self._next_of(pages)) is not None:
+                if names:
+                    return
+        except InvalidPathError:  # of an object that is none of ours: there may be blocks beside it
+            return
         self._empty_until_s = time.monotonic() + _EMPTY_S
 
     async def ask_for_absent(self) -> None:

@@ -20,6 +20,8 @@ _ERROR_IN_ANSWER: Final = "Server returned error response: "
 _NO_ANSWER: Final = re.compile(r"Got invalid [\w ]+ response: ")
 #: In what the library shows of the error that caused the error: the innermost one stands last.
 _CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
+#: A name in a list that the library does not take, and then it takes none of that list: with //, /./ or a line break.
+_ODD_NAME: Final = re.compile(r'Encountered object with invalid path: .* path: ("(?:[^"\\]|\\.)*")', re.DOTALL)
 _KIND: Final = re.compile(r"kind: (Timeout|Connect|Decode|Interrupted)\b")
 _KINDS: Final = {
     "Timeout": "no answer in time",
@@ -62,6 +64,9 @@ def failure(error: BaseException) -> Failure:
         return Failure(0, "", text or "no answer in time")
     if (answered := _answer(text)) is not None:
         return answered
+    if (odd := _ODD_NAME.search(text)) is not None:
+        words = f"what stands beside the object {odd[1]} cannot be listed; delete that object, which is no block"
+        return Failure(0, "", words)
     kind, causes = _KIND.search(text), _CAUSE.findall(text)
     said = [*([_KINDS[kind[1]]] if kind else []), *causes[-1:]] or [type(error).__name__, *text.splitlines()[:1]]
     return Failure(0, "", ": ".join(said))

@@ -7,10 +7,12 @@ where the service hung, a later one deletes.
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import obstore
+from obstore.exceptions import InvalidPathError
 
 from kvcached.storage.s3 import record
 
@@ -51,7 +53,9 @@ class Probe:
 
     async def remove(self) -> None:
         """Delete it, and what is left of earlier ones."""
-        page: Sequence[ObjectMeta] = await anext(obstore.list(self._store, self._folder), [])
+        page: Sequence[ObjectMeta] = []
+        with suppress(InvalidPathError):  # of an object that is none of ours, which stays, with what lies beside it
+            page = await anext(obstore.list(self._store, self._folder), [])
         mine = [each["last_modified"] for each in page if each["path"] == self._path]
         old = [each["path"] for each in page if mine and each["last_modified"] < mine[0] - _LEFT_BEHIND]
         await obstore.delete_async(self._store, [self._path, *old])
