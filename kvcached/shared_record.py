@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Final
 
@@ -19,10 +19,10 @@ from kvcached.config.tables import StorageLayout
 from kvcached.core.messages import StorageEmptied
 from kvcached.recovery.generations import Record, recorded_layout
 from kvcached.service.service import Service
-from kvcached.storage.client import StorageLink
+from kvcached.storage.client import FORGET_S_MAX, StorageLink
 from kvcached.storage.forgets import FORGETS_DUE_MAX
 from kvcached.storage.link_state import LinkState
-from kvcached.storage.messages import Done
+from kvcached.storage.messages import Done, Forget
 from kvcached.storage.record_exchange import RecordExchange
 
 #: So long after a clear, other daemons may still be in the generation before it.
@@ -63,6 +63,8 @@ class SharedRecord:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._seen_s: float | None = None  #: when the record was last known to be that of the service
+        self._is_foreign = False  #: the record that is there is none that this daemon can follow
+        self._is_replacing = False  #: somebody has confirmed that it is to be replaced
 
     def age_ms(self) -> int:
         """How long ago the service's record was seen: others may have cleared since. -1 = it is shared with nobody."""
@@ -84,10 +86,22 @@ class SharedRecord:
     def write(self, record: Record, done: Callable[[str], None]) -> None:
         """Replace the record, if no other daemon has replaced it since it was read; else follow that one first."""
         self._ours.update(self._link.due)
-        if self._version and _same(record, self._record):
+        if self._version and not self._is_foreign and _same(record, self._record):
             self._loop.call_soon(done, "")
             return
         self._exchange.write(msgspec.json.encode(record), self._version, partial(self._written, record, done))
+
+    def begin_anew(self) -> Coroutine[None, None, bool] | None:
+        """Delete all that storage has, and replace a record that cannot be followed; None if that is not the trouble.
+
+        For who has confirmed it: daemons that can follow the record cannot do so afterwards. What others have cleared
+        is not known any more, so that all namespaces begin new generations.
+
+        Returns:
+            Whether storage works then.
+        """
+        is_away = self._link.state in {LinkState.STARTING, LinkState.WAITING}
+        return self._begin_anew() if self._is_foreign and is_away else None
 
     def close(self) -> None:
         """Follow it no more."""
@@ -99,10 +113,34 @@ class SharedRecord:
             return  # the process has died, and another one will ask
         if done.failed:
             self._link.refuse(f"the record of generations cannot be read: {done.error}")
+        elif self._is_replacing and _why_foreign(done, data, self._layout):
+            cleared = partial(self._cleared, life, done.version, go_on)
+            self._link.ask(lambda number: Forget(sequence=number, prefix=b""), cleared)
         elif self._follow(done, data, self._take_in):
             _log.info("storage is shared: its record names %d namespaces", len(self._record.editions))
             self._look_later()
             go_on()
+
+    async def _begin_anew(self) -> bool:
+        await self._link.started(FORGET_S_MAX)  # a start that is under way may have read the record before
+        self._is_replacing = True
+        try:
+            self._link.attach()
+            return await self._link.started(FORGET_S_MAX)
+        finally:
+            self._is_replacing = False
+
+    def _cleared(self, life: int, version: bytes, go_on: Callable[[], None], done: Done) -> None:
+        """There are no blocks beside the record of this version, which the next write replaces."""
+        if life != self._link.lives:
+            return
+        if done.failed:
+            self._link.refuse(f"storage did not forget everything: {done.error}")
+            return
+        self._version, self._record, self._seen_s = version, Record(), self._loop.time()
+        self._service.clears.lose_record(is_shared=True)
+        self._look_later()
+        go_on()
 
     def _look_later(self) -> None:
         self.close()
@@ -127,6 +165,7 @@ class SharedRecord:
         if end.failed:
             done(end.error)
         elif end.written:
+            self._is_foreign = False
             self._version, self._record, self._seen_s = end.version, record, self._loop.time()
             done("")
         elif self._follow(end, data, self._recorder.found):
@@ -136,8 +175,11 @@ class SharedRecord:
 
     def _follow(self, done: Done, data: bytes, take_in: Callable[[Record], None]) -> bool:
         """Clear what the record that is there says, which is of a version of its own; False if it cannot be read."""
-        if done.error:
-            self._link.refuse(f"the record of generations cannot be followed: {done.error}")
+        why = _why_foreign(done, data, self._layout)
+        self._is_foreign = bool(why)
+        if why:
+            fix = "kvcached storage clear replaces it, and deletes the blocks of all daemons"
+            self._link.refuse(f"the record of generations cannot be followed: {why}; {fix}")
             return False
         if not done.version:
             self._version, self._record, self._seen_s = b"", Record(), self._loop.time()
@@ -146,11 +188,7 @@ class SharedRecord:
             else:
                 self._service.on_event(StorageEmptied())
             return True
-        try:
-            record = _decoded(data, self._layout)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self._link.refuse(f"the record of generations cannot be followed: {error}")
-            return False
+        record = _decoded(data)
         if _is_before(record, self._record):
             # It was lost, and another daemon, which did not know it, has begun a new one.
             self._service.clears.lose_record(is_shared=True)
@@ -172,11 +210,20 @@ class SharedRecord:
         return kept + [each for each in due if each not in self._elsewhere]
 
 
-def _decoded(data: bytes, layout: StorageLayout) -> Record:
-    record = msgspec.json.decode(data, type=Record)
-    if record.layout != recorded_layout(layout):
-        raise ValueError("blocks there have another layout; give all daemons that share it the same [storage] layout")
-    return record
+def _decoded(data: bytes) -> Record:
+    return msgspec.json.decode(data, type=Record)
+
+
+def _why_foreign(done: Done, data: bytes, layout: StorageLayout) -> str:
+    """Why what is in the place of the record cannot be followed; empty if it can, or there is nothing."""
+    if done.error or not done.version:
+        return done.error
+    try:
+        is_right = _decoded(data).layout == recorded_layout(layout)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return str(error)
+    what = "blocks there have another layout; give all daemons that share it the same [storage] layout"
+    return "" if is_right else what
 
 
 def _is_before(record: Record, known: Record) -> bool:

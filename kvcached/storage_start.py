@@ -106,7 +106,7 @@ async def start_storage(
         shared = SharedRecord(service, link, exchange, storage.layout, partial(_take_in, service, link))
         parts.callback(shared.close)
         keep_record(service, link, record, None, storage.layout)
-        service.storage.storage = replace(known, record_age_ms=shared.age_ms)
+        service.storage.storage = replace(known, record_age_ms=shared.age_ms, begin_anew=shared.begin_anew)
         shared.expect()
         link.before_ready = shared.begin
     link.attach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -29,7 +29,7 @@ from kvcached.storage.forgets import delete_blocks
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import AskedRequest, BlockFormat, Done
 from kvcached_client.blocks.header import NAMESPACE_BYTES
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import ErrorCode, RequestError, request_error
 from kvcached_client.protocol import engine as wire
 
 STOP_DEADLINE_S: Final = 5.0
@@ -94,6 +94,8 @@ class StorageService:
         backup: which blocks are written.
         timeout_ms, timeout_us_per_token: how long a prefetch with a timeout is waited for.
         record_age_ms: how long ago the record of generations was seen that several machines share; -1 = there is none.
+        begin_anew: replaces a record that cannot be followed, with all blocks; returns whether storage works then. None
+            if that is not what keeps storage from working.
     """
 
     link: Link
@@ -102,6 +104,7 @@ class StorageService:
     timeout_ms: int
     timeout_us_per_token: int
     record_age_ms: Callable[[], int] = lambda: -1
+    begin_anew: Callable[[], Coroutine[None, None, bool] | None] = lambda: None
 
 
 class StorageVerbs:
@@ -125,7 +128,7 @@ class StorageVerbs:
         self._replicas = replicas
         self._offload_admission = admission
         self._pending = pending
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self.late_by_type: dict[type[wire.Header], LateVerb] = {
             wire.Prefetch: self._prefetch,
             wire.StorageControl: self._control,
@@ -261,21 +264,44 @@ class StorageVerbs:
         if request.action == "attach":
             link.attach()
         elif request.action == "detach":
-            reply = PendingReply(Wait.STORAGE, request, respond)
-            self._pending.wait(reply)
-            task = asyncio.get_running_loop().create_task(link.detach(STOP_DEADLINE_S))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda _: self._pending.done(reply, Answer(_report(request.id, storage))))
+            reply = self._waiting(request, respond)
+            self._run(
+                link.detach(STOP_DEADLINE_S), lambda: self._pending.done(reply, Answer(_report(request.id, storage)))
+            )
             return None
         elif request.action == "clear":
-            reply = PendingReply(Wait.STORAGE, request, respond)
-            self._pending.wait(reply)
-            if not link.forget_all(lambda over: self._pending.done(reply, Answer(_cleared(request.id, storage, over)))):
-                error = request_error(ErrorCode.BAD_VALUE, f"storage is {link.state}", "attach it first")
-                self._pending.fail(reply, error)
+            self._clear(storage, request, self._waiting(request, respond))
             return None
         return Answer(_report(request.id, storage))
+
+    def _clear(self, storage: StorageService, request: wire.StorageControl, reply: PendingReply) -> None:
+        """Have everything deleted; what cannot be used because of its record is replaced."""
+        link = storage.link
+        if link.forget_all(lambda over: self._pending.done(reply, Answer(_cleared(request.id, storage, over)))):
+            return
+        if (work := storage.begin_anew()) is None:
+            self._pending.fail(reply, _not_cleared(link))
+            return
+
+        def end() -> None:
+            if link.state is LinkState.READY:
+                self._pending.done(reply, Answer(_report(request.id, storage)))
+            else:
+                self._pending.fail(reply, _not_cleared(link))
+
+        self._run(work, end)
+
+    def _waiting(self, request: wire.StorageControl, respond: Respond) -> PendingReply:
+        reply = PendingReply(Wait.STORAGE, request, respond)
+        self._pending.wait(reply)
+        return reply
+
+    def _run(self, work: Coroutine[None, None, object], end: Callable[[], None]) -> None:
+        """Run something, and call `end` afterwards, whatever came of it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: end())
 
 
 def _kept(over: Done) -> str:
@@ -283,6 +309,11 @@ def _kept(over: Done) -> str:
     if over.failed:
         return f"it failed: {over.error}"
     return "it deletes no blocks, and drops them when it wants" if over.count < 0 else ""
+
+
+def _not_cleared(link: Link) -> RequestError:
+    fix = "attach it first" if link.state is LinkState.DETACHED else "clear it when it works"
+    return request_error(ErrorCode.BAD_VALUE, f"storage is {link.state}" + (f": {link.why}" if link.why else ""), fix)
 
 
 def _cleared(number: int, storage: StorageService, over: Done) -> wire.StorageReport | wire.ErrorReply:

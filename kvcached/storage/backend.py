@@ -44,7 +44,16 @@ class StorageMisconfigured(StorageUnusable):
 
 
 class RecordUnusable(StorageUnusable):
-    """What is in the place of the record of generations is none for this daemon, which must not use storage then."""
+    """What is in the place of the record of generations is none for this daemon, which must not use storage then.
+
+    Args:
+        why: what it is, and what to do.
+        version: by which it can be replaced; empty if it cannot.
+    """
+
+    def __init__(self, why: str, version: bytes = b"") -> None:
+        super().__init__(why)
+        self.version = version
 
 
 class Outcome(StrEnum):

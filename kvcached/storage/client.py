@@ -139,8 +139,9 @@ class StorageLink:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Start the process once the one before is dead. Does nothing if it runs or is about to."""
-        if self.state is LinkState.DETACHED and self._process is None:
+        """Start the process once the one before is dead, and without a pause. Does nothing if it runs."""
+        if self.state in {LinkState.DETACHED, LinkState.WAITING} and self._process is None:
+            self._cancel_timer()
             self._start()
         elif self.state is LinkState.DETACHED:
             self._is_wanted = True
@@ -201,7 +202,7 @@ class StorageLink:
         """Let storage forget all blocks whose keys have a prefix, as soon as it works; repeated until that succeeds."""
         self._forgets.add(prefix, tell)
 
-    def ask(self, request: Callable[[int], AskedRequest], tell: Callable[[Done], None]) -> bool:
+    def ask(self, request: Callable[[int], AskedRequest | Forget], tell: Callable[[Done], None]) -> bool:
         """Send a request that the core has no part in; False if there is no process. `tell` is called at its end."""
         if self._process is not None:
             self._send(request(self._in_flight.next_number), tell)

@@ -186,7 +186,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             of `Forget` and `Delete`, blocks that were there, -1 if the backend deletes none; of a record, its bytes in
             the memory, 0 where it is of the known version, was written, or is not there.
         written: of a backup: blocks that were not there before; of `WriteRecord`, 1 if the record was replaced.
-        version: of the record that is there now; empty if there is none, or it is none of ours, as the error says.
+        version: of the record that is there now; empty if there is none. The error says if it is none of ours.
         wrong: of a fetch: blocks whose bytes were not those that were stored.
         failed: the backend failed, as opposed to not having something; the error says how.
         trouble: what is wrong with the backend although it works; empty if nothing is.

@@ -47,7 +47,9 @@ class SharedRecords:
         try:
             record = self._backend.read_record(timeout_s=self._timeout_s)
         except RecordUnusable as error:
-            return Done(sequence=sequence, error=str(error))
+            if known and error.version == known:  # which this daemon is about to replace
+                return Done(sequence=sequence, version=known)
+            return Done(sequence=sequence, version=error.version, error=str(error))
         if record is None:
             return Done(sequence=sequence)
         if _checked(record.version) == known:

@@ -229,3 +229,30 @@ def test_service_that_refuses_the_next_daemon_costs_no_memory(tmp_path: Path, se
             assert "refuses the user" in detail
             operator.config_set("requirepass", "")
             until(lambda: admin.storage("status").state == LinkState.READY)
+
+
+@pytest.mark.parametrize("change", ["key", "layout"])
+def test_storage_of_another_key_or_layout_is_cleared_and_used(tmp_path: Path, server: Server, change: str) -> None:
+    """After the change, storage waits; `kvcached storage clear` on one machine is enough for all, and old blocks go."""
+    settings = {"key": [], "layout": ["", 'layout = "canonical"']}[change]
+    for name in ("first", "second") if change == "key" else ():
+        path = tmp_path / name
+        path.touch(mode=0o600)
+        path.write_bytes(name.ljust(32).encode())
+        settings.append(f'key_file = "{path}"')
+    before, after = (shared(server, each) for each in settings)
+    with machine(tmp_path / "one", before) as one:
+        one.store("a")
+    with machine(tmp_path / "one", after) as one, machine(tmp_path / "two", after) as two:
+        assert report(one.daemon).state != LinkState.READY
+        assert "kvcached storage clear replaces it" in report(two.daemon).why
+
+        with Admin.connect(one.daemon.run_dir, deadline_ms=20_000) as admin:
+            assert admin.storage("clear").state == LinkState.READY
+
+        assert server.ask("KEYS", "kvcached:b:*") == []
+        until(lambda: report(two.daemon).state == LinkState.READY)
+        one.store("b")
+        assert (two.found("b"), two.found("a")) == (BLOCKS, 0)
+    with machine(tmp_path / "three", after) as three:
+        assert three.found("b") == BLOCKS

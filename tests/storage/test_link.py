@@ -240,6 +240,17 @@ def test_backend_that_cannot_be_opened_is_tried_again(rig: Rig) -> None:
     assert (rig.state(), rig.link.is_misconfigured) == (LinkState.READY, False)
 
 
+def test_attach_ends_a_pause(rig: Rig) -> None:
+    """Who has mended something need not wait for the next attempt; what was planned for the pause's end is not done."""
+    rig.process.on_exit("was ended")
+    rig.link.attach()
+    assert rig.state() is LinkState.STARTING
+    rig.process.open()
+    rig.clock.pass_s(LONGEST_PAUSE_S)
+
+    assert (rig.state(), len(FakeProcess.made)) == (LinkState.READY, 2)
+
+
 def test_wait_for_storage_does_not_hide_why_it_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits in vain is told what went wrong before, too."""
     monkeypatch.setattr(link, "StorageProcess", FakeProcess)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
-from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, StorageUnusable, VersionedRecord
+from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, RecordUnusable, StorageUnusable, VersionedRecord
 from kvcached.storage.messages import Done, ReadRecord, WriteRecord
 from kvcached.storage.record_exchange import RecordExchange
 from kvcached.storage.shared_records import VERSION_BYTES_MAX, SharedRecords
@@ -57,6 +58,18 @@ def test_record_of_another_key_is_told_from_a_service_that_fails() -> None:
     rig.shelf.is_away = True
     with pytest.raises(OSError, match="away"):
         rig.records.carry_out(READ)
+
+
+def test_record_of_another_key_is_no_news_to_who_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that has begun storage anew knows the version of what it replaces: that alone does not stop it."""
+    rig = Rig()
+    version = rig.write(b"a record", b"").version
+    foreign = RecordUnusable("it is not encrypted with this key", version)
+    monkeypatch.setattr(rig.shelf, "read_record", Mock(side_effect=foreign))
+
+    assert rig.records.carry_out(READ) == Done(sequence=1, version=version, error=str(foreign))
+    assert rig.records.carry_out(ReadRecord(sequence=1, known=version)) == Done(sequence=1, version=version)
+    assert rig.write(b"another", version).written == 1
 
 
 def test_who_was_overtaken_gets_the_other_record() -> None:

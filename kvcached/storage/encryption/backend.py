@@ -186,7 +186,8 @@ class EncryptedStorage(Storage):
             return None
         data = self._cipher.decrypt_record(record.data)
         if data is None:
-            raise RecordUnusable("it is not encrypted with this key; give all daemons that share it the same key_file")
+            why = "it is not encrypted with this key; give all daemons that share it the same key_file"
+            raise RecordUnusable(why, record.version)
         return record._replace(data=data)
 
     def write_record(self, data: bytes, after: bytes, *, timeout_s: float) -> bytes | None:
