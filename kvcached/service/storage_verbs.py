@@ -308,6 +308,8 @@ def _kept(over: Done) -> str:
     """Why storage may have blocks still that it was to delete."""
     if over.failed:
         return f"it failed: {over.error}"
+    if over.error:
+        return over.error
     return "it deletes no blocks, and drops them when it wants" if over.count < 0 else ""
 
 

@@ -193,6 +193,13 @@ class Storage(ABC):
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """Delete values; returns how many there were."""
 
+    def unsettled(self, keys: Sequence[bytes]) -> str:  # noqa: ARG002 - of backends of services
+        """Why some of the keys may be there again after a `delete`, for people; empty if none may.
+
+        For writes of a `put` that ended without an answer. By default there are none.
+        """
+        return ""
+
     def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
         """Delete what was read and is wrong: `missing` names it then. By default as `delete`, if that has an effect."""
         if self.capabilities.deletes:

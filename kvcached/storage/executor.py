@@ -113,7 +113,7 @@ class HostCopies:
             case Query():
                 count = self._find(request, progress)
             case Delete():
-                count = self._delete(request, progress)
+                return self._delete(request, progress)
             case Forget():
                 count = self._backend.clear(request.prefix, timeout_s=self._timeout_s)
             case Ping():
@@ -131,13 +131,13 @@ class HostCopies:
             found += len(some)
         return found
 
-    def _delete(self, request: Delete, progress: Callable[[], None]) -> int:
-        """How many blocks were there; -1 if the backend does not delete."""
+    def _delete(self, request: Delete, progress: Callable[[], None]) -> Done:
         if not self._backend.capabilities.deletes:
-            return -1
+            return Done(sequence=request.sequence, count=-1)
         keys = [request.prefix + key for key in _split(request.keys)]
         batches = _batches(keys, self._backend.capabilities.batch_blocks, progress)
-        return sum(self._backend.delete(some, timeout_s=self._timeout_s) for some in batches)
+        count = sum(self._backend.delete(some, timeout_s=self._timeout_s) for some in batches)
+        return Done(sequence=request.sequence, count=count, error=self._backend.unsettled(keys))
 
     # --- from storage -----------------------------------------------------------------------------------------------
 

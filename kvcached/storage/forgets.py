@@ -120,7 +120,7 @@ def delete_blocks(ask: Ask, prefix: bytes, keys: bytes, tell: Tell) -> None:
         keys: what follows it, 16 bytes a block.
         tell: gets the report of all together, or of what went well until one of the requests failed.
     """
-    _Deletion(ask, prefix, keys, tell).go_on(0)
+    _Deletion(ask, prefix, keys, tell).go_on(Done(sequence=0))
 
 
 class _Deletion:
@@ -129,22 +129,23 @@ class _Deletion:
         size = DELETE_BLOCKS_MAX * KEY_SIZE_BYTES
         self._parts = [keys[at : at + size] for at in range(0, len(keys), size)]
 
-    def go_on(self, count: int) -> None:
-        """Request the next part; so many blocks were deleted before."""
+    def go_on(self, before: Done) -> None:
+        """Request the next part; this has come of those before."""
         if not self._parts:
-            self._tell(Done(sequence=0, count=count))
+            self._tell(before)
             return
         keys = self._parts.pop(0)
-        if not self._ask(lambda number: Delete(sequence=number, prefix=self._prefix, keys=keys), self._over(count)):
-            self._tell(Done(sequence=0, count=count, failed=True, error="its process has ended"))
+        if not self._ask(lambda number: Delete(sequence=number, prefix=self._prefix, keys=keys), self._over(before)):
+            self._tell(msgspec.structs.replace(before, failed=True, error="its process has ended"))
 
-    def _over(self, count: int) -> Tell:
+    def _over(self, before: Done) -> Tell:
         def over(done: Done) -> None:
             if done.failed:
-                self._tell(msgspec.structs.replace(done, count=count))
+                self._tell(msgspec.structs.replace(done, count=before.count))
             elif done.count < 0:
                 self._tell(done)
             else:
-                self.go_on(count + done.count)
+                count, error = before.count + done.count, done.error or before.error
+                self.go_on(msgspec.structs.replace(before, count=count, error=error))
 
         return over

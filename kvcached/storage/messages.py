@@ -188,7 +188,8 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         written: of a backup: blocks that were not there before; of `WriteRecord`, 1 if the record was replaced.
         version: of the record that is there now; empty if there is none. The error says if it is none of ours.
         wrong: of a fetch: blocks whose bytes were not those that were stored.
-        failed: the backend failed, as opposed to not having something; the error says how.
+        failed: the backend failed, as opposed to not having something; the error says how. Of
+            `Delete`, an error without a failure says why blocks may be there again later.
         trouble: what is wrong with the backend although it works; empty if nothing is.
         took_us: how long it took, from when it was begun.
         usage: how full the backend is.

@@ -253,6 +253,15 @@ def test_storage_that_is_away_is_not_waited_for(office: StorageOffice, state: Li
     assert office.link.asked == []
 
 
+def test_blocks_that_may_come_back_are_said_to_be_left(office: StorageOffice) -> None:
+    """Storage has deleted them, and a write may arrive later."""
+    told = ask(office, "tiny", key_chain(BLOCKS))
+    request, tell = office.link.asked[-1]
+    tell(Done(sequence=request.sequence, count=BLOCKS, error="a write is late"))
+
+    assert said(told)[2:] == (BLOCKS, 0, "a write is late")
+
+
 def test_storage_process_that_ends_before_its_turn_is_told(
     office: StorageOffice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,6 +304,15 @@ def test_blocks_are_deleted_by_their_keys(rig: Rig, monkeypatch: pytest.MonkeyPa
     assert (rig.copies.carry_out(order).count, len(batches)) == (-1, 3)
 
 
+def test_what_may_come_back_is_told_of_a_deletion(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks are deleted, and the answer has what the backend says of their keys."""
+    prefix = KIND.stored().prefix()
+    monkeypatch.setattr(rig.shelf, "unsettled", lambda keys: f"{keys.index(prefix + KEYS[1])} is late")
+    over = rig.copies.carry_out(Delete(sequence=1, prefix=prefix, keys=b"".join(KEYS[:2])))
+
+    assert (over.count, over.failed, over.error) == (2, False, "1 is late")
+
+
 def test_what_a_backend_raises_is_an_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception of a backend fails the order, and says what it was."""
 

@@ -35,7 +35,7 @@ from kvcached.storage.client import (
     LONGEST_PAUSE_S,
     StorageLink,
 )
-from kvcached.storage.forgets import delete_blocks
+from kvcached.storage.forgets import DELETE_BLOCKS_MAX, delete_blocks
 from kvcached.storage.link_state import LinkState
 from kvcached.storage.messages import (
     BlockFormat,
@@ -324,6 +324,18 @@ def test_deletion_that_a_dead_process_had_is_told_as_failed(rig: Rig) -> None:
 
     assert [(each.failed, each.error) for each in told] == [(True, "the storage process was ended")]
     assert rig.process.orders == []
+
+
+def test_deletion_tells_what_may_come_back(rig: Rig) -> None:
+    """All parts are deleted, and what one of them says is told with the number of all."""
+    told: list[Done] = []
+    delete_blocks(rig.link.ask, PREFIX, bytes(16 * 3 * DELETE_BLOCKS_MAX), told.append)
+    for error in ("", "writes got no answer", ""):
+        (order,) = rig.process.orders
+        rig.process.orders.clear()
+        rig.process.on_reply(Done(sequence=order.sequence, count=2, error=error))
+
+    assert [(over.count, over.failed, over.error) for over in told] == [(6, False, "writes got no answer")]
 
 
 @pytest.mark.parametrize("has_disk", [False, True])

@@ -158,6 +158,10 @@ class EncryptedStorage(Storage):
         """As inside."""
         return self._inner.delete([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
 
+    def unsettled(self, keys: Sequence[bytes]) -> str:
+        """As inside."""
+        return self._inner.unsettled([self._cipher.name(key) for key in keys])
+
     def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
         """As inside."""
         self._inner.discard([self._cipher.name(key) for key in keys], timeout_s=timeout_s)

@@ -36,7 +36,8 @@ from kvcached.storage.backend import (
 from kvcached.storage.s3 import record
 from kvcached.storage.s3.calls import Calls, sure
 from kvcached.storage.s3.credentials import FileCredentials
-from kvcached.storage.s3.failures import result_of
+from kvcached.storage.s3.failures import is_unanswered, result_of
+from kvcached.storage.s3.late_writes import LATE_S, LateWrites
 from kvcached.storage.s3.probe import Probe
 from kvcached.storage.s3.settings import S3Settings
 
@@ -84,6 +85,7 @@ class S3Storage(Storage):
         self._blocks = f"{settings.prefix}blocks/"
         self._record = f"{settings.prefix}record"
         self._empty_until_s = 0.0
+        self._late = LateWrites()
         self.calls = Calls()
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
@@ -102,13 +104,26 @@ class S3Storage(Storage):
         """Write blocks; what is there is replaced."""
         self._empty_until_s = 0.0
         gate = _gate(blocks)
-        return _results(self.calls.run_all([self._put(block, gate) for block in blocks], timeout_s))
+        outcomes = self.calls.run_all([self._put(block, gate) for block in blocks], timeout_s)
+        pairs = zip(blocks, outcomes, strict=True)
+        self._late.add(block.key for block, outcome in pairs if is_unanswered(outcome))
+        return _results(outcomes)
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
-        """Ask for each, and delete what there is: a service does not say what was there."""
-        found = self.exists(keys, timeout_s=timeout_s)
-        there = {self._path(key) for key, is_there in zip(keys, found, strict=True) if is_there}
-        return self.calls.run(self._delete(sorted(there)), timeout_s)
+        """Ask for each, and delete what there is: a service does not say what was there.
+
+        What may be written after it was asked for is deleted in any case.
+        """
+        found, late = self.exists(keys, timeout_s=timeout_s), self._late.among(keys)
+        there = {key for key, is_there in zip(keys, found, strict=True) if is_there}
+        self.calls.run(self._delete([self._path(key) for key in sorted(there | late)]), timeout_s)
+        return len(there)
+
+    def unsettled(self, keys: Sequence[bytes]) -> str:
+        """Keys whose write got no answer lately."""
+        late = len(self._late.among(keys))
+        what = f"writes of {late} blocks got no answer, and the service may still carry them out"
+        return f"{what}; repeat it in {LATE_S / 60:g} minutes" if late else ""
 
     def clear(self, prefix: bytes, *, timeout_s: float) -> int:
         """List and delete in pages, each of them with a time limit of its own."""

@@ -86,6 +86,11 @@ def _answer(text: str) -> Failure | None:
     return Failure(_OK, "", _KINDS["Decode"]) if _NO_ANSWER.search(text) else None
 
 
+def is_unanswered(outcome: object) -> bool:
+    """Whether a request has failed without an answer, so that the service may have carried it out, or still will."""
+    return isinstance(outcome, BaseException) and not failure(outcome).status
+
+
 def result_of(error: BaseException) -> Result:
     """The result for a block whose request failed."""
     why = failure(error)

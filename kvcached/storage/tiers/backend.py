@@ -118,6 +118,10 @@ class TieredStorage(Storage):
             here = self.refills.without(lambda: self._changed(self._disk.delete(keys, timeout_s=timeout_s)))
         return max(here, there)
 
+    def unsettled(self, keys: Sequence[bytes]) -> str:
+        """In the service; a write to the disk is over when its call is."""
+        return self._far.unsettled(keys)
+
     def discard(self, keys: Sequence[bytes], *, timeout_s: float) -> None:
         """Delete on the disk; in the service only what was read there lately: else it has them as they should be."""
         beyond = [key for key in keys if key in self._came]

@@ -29,12 +29,13 @@ class FakeS3:
         objects: what is stored, by name.
         conditions: which it compares before it writes.
         plan: what to do with the next requests that `is_planned` says: an answer (status, code), or "lost": do it, and
-            answer with a failure, or "hung": no answer before the end.
+            answer with a failure, or "late": do it when a test says so, or "hung": no answer before the end.
         is_planned: for which requests, by method and name.
         refused_deletes: the code that it refuses to delete each object with, in an answer of status 200.
         modified: when objects were written, as the lists say; another time for some names.
         requests: methods and names of all requests so far.
         signatures: of these.
+        resumed: set when it does what it is late with.
         ended: set at the end.
     """
 
@@ -49,7 +50,7 @@ class FakeS3:
         self.signatures: list[str] = []
         self.lock = threading.Lock()
         self.port = 0
-        self.ended = threading.Event()
+        self.resumed, self.ended = threading.Event(), threading.Event()
 
     def settings(self, folder: Path, **more: object) -> dict[str, object]:
         """Settings of a backend that uses it."""
@@ -77,6 +78,7 @@ def fake_s3(certificate: Path | None = None) -> Iterator[FakeS3]:
             yield fake
         finally:
             fake.ended.set()
+            fake.resumed.set()
             server.shutdown()
             thread.join()
 
@@ -112,6 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
             service.ended.wait()
             self.close_connection = True
             return
+        if planned == "late":
+            service.resumed.wait()
+            planned = None
         with service.lock:
             if isinstance(planned, tuple):
                 self._refuse(*planned)
