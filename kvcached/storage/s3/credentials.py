@@ -17,8 +17,10 @@ from kvcached.storage.secret_file import read_private
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-#: How long keys are used before the file is read again. The library asks for new ones five minutes before the end.
-KEEP: Final = timedelta(minutes=10)
+#: How long keys are used before the file is read again: it takes so long until a session goes on with its next keys.
+KEEP: Final = timedelta(seconds=10)
+#: The library asks for new keys so long before the end of those that it has.
+_LEAD: Final = timedelta(minutes=5)
 _ID, _SECRET, _TOKEN = "aws_access_key_id", "aws_secret_access_key", "aws_session_token"
 
 _log: Final = logging.getLogger(__name__)
@@ -36,18 +38,21 @@ class FileCredentials:
         self._path = path
         self._profile = profile
         self._keys = _read(path, profile)
+        self._told = ""  #: why it could not be read the last time
 
     def __call__(self) -> S3Credential:
         """The keys in the file now; those of before where it cannot be read, as while somebody replaces it."""
         try:
-            self._keys = _read(self._path, self._profile)
+            self._keys, self._told = _read(self._path, self._profile), ""
         except StorageUnusable as error:
-            _log.warning("%s; the keys from before are used", error)
+            if self._told != str(error):  # once, and not at each attempt
+                _log.warning("%s; the keys from before are used", error)
+            self._told = str(error)
         return {
             "access_key_id": self._keys[_ID],
             "secret_access_key": self._keys[_SECRET],
             "token": self._keys.get(_TOKEN),
-            "expires_at": datetime.now(UTC) + KEEP + timedelta(minutes=5),
+            "expires_at": datetime.now(UTC) + KEEP + _LEAD,
         }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -19,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvcached.storage.backend import DONE, StorageMisconfigured, StorageUnusable
-from kvcached.storage.s3 import opening
+from kvcached.storage.s3 import credentials, opening
 from kvcached.storage.s3.credentials import FileCredentials
 from kvcached.storage.s3.opening import open_s3
 from kvcached.storage.s3.settings import S3Settings
@@ -27,7 +29,7 @@ from kvcached.storage.settings import checked
 from tests.project.source_tree import ROOT
 from tests.storage.s3.servers import server, write_keys
 from tests.storage.s3.service import FakeS3, fake_s3
-from tests.storage.values import TIMEOUT_S, stored
+from tests.storage.values import TIMEOUT_S, key, stored
 
 
 @pytest.fixture(autouse=True)
@@ -222,15 +224,29 @@ def test_missing_credentials_file_is_named(tmp_path: Path) -> None:
 def test_replaced_keys_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever replaces the file need not restart; keys that cannot be read at the moment are those from before."""
     path = write_keys(tmp_path / "keys", "first", "secret")
-    credentials = FileCredentials(path, "default")
+    keys = FileCredentials(path, "default")
     write_keys(path, "second", "secret")
 
-    assert credentials()["access_key_id"] == "second"
+    assert keys()["access_key_id"] == "second"
 
     path.unlink()
 
-    assert credentials()["access_key_id"] == "second"
-    assert "the keys from before are used" in caplog.text
+    assert [keys()["access_key_id"] for _ in range(2)] == ["second"] * 2
+    assert caplog.text.count("the keys from before are used") == 1
+
+
+def test_session_goes_on_with_its_next_keys(tmp_path: Path, fake: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are signed with the keys in the file as soon as it is read again, which is a matter of seconds."""
+    kept = credentials.KEEP
+    assert kept <= timedelta(seconds=10)
+    monkeypatch.setattr(credentials, "KEEP", timedelta(seconds=0.2))
+    settings = fake.settings(tmp_path)
+    with closing(open_s3(settings)) as storage:
+        write_keys(tmp_path / "keys", "next", "secret")
+        until_s = time.monotonic() + TIMEOUT_S
+        while "Credential=next/" not in fake.signatures[-1]:
+            assert time.monotonic() < until_s
+            storage.exists([key(1)], timeout_s=TIMEOUT_S)
 
 
 def test_authorities_are_read(tmp_path: Path, fake: FakeS3) -> None:
