@@ -5,6 +5,7 @@ import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -275,6 +276,20 @@ def test_blocks_expire(tmp_path: Path) -> None:
         now[0] += 100 * 10**9
         put(storage, 4)
         assert storage.usage().blocks == 1
+
+
+def test_blocks_that_expire_all_the_time_cost_few_scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is written and one expires each second: a put looks through the index each 16th of the time to live."""
+    now = [10**18]
+    with opened(tmp_path / "d", clock=lambda: now[0], ttl_s=160, capacity_bytes=32 * MIB) as storage:
+        scans = Mock(wraps=storage._catalog._index.stored_before)
+        monkeypatch.setattr(storage._catalog._index, "stored_before", scans)
+        for number in range(480):
+            now[0] += 10**9
+            put(storage, number)
+
+        assert scans.call_count <= 480 // 10 + 1
+        assert storage.usage().blocks <= 160 + 10
 
 
 def test_blocks_expire_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

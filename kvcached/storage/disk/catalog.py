@@ -165,11 +165,13 @@ class DiskCatalog:
         return count
 
     def sweep(self) -> None:
-        """Forget some of the expired blocks; if there are none, look again after a 16th of the time to live."""
+        """Forget some of the expired blocks; if these are all, look again after a 16th of the time to live."""
         now_ns, ttl_s = self._clock_ns(), self._settings.ttl_s
         if ttl_s is None or now_ns - self._swept_ns < ttl_s * _NS_PER_S // 16:
             return
-        if not self._forget(self._index.stored_before(self._oldest_ns(), _EXPIRED_AT_A_TIME)):
+        expired = self._index.stored_before(self._oldest_ns(), _EXPIRED_AT_A_TIME)
+        self._forget(expired)
+        if len(expired) < _EXPIRED_AT_A_TIME:
             self._swept_ns = now_ns
 
     def usage(self) -> Usage:
