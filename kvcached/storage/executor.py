@@ -36,6 +36,7 @@ from kvcached.storage.messages import (
     Request,
     WriteRecord,
 )
+from kvcached.storage.refused_writes import FullPauses
 from kvcached.storage.shared_records import SharedRecords
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
@@ -77,15 +78,22 @@ class HostCopies:
         backend: the storage backend.
         timeout_s: how long one call of the backend may take.
         records: carries out what is about the record of generations; None where nothing is.
+        pauses: of writes while the backend has no room; None for a backend that has its own.
     """
 
     def __init__(
-        self, memory: memoryview, backend: Storage, timeout_s: float, records: SharedRecords | None = None
+        self,
+        memory: memoryview,
+        backend: Storage,
+        timeout_s: float,
+        records: SharedRecords | None = None,
+        pauses: FullPauses | None = None,
     ) -> None:
         self._memory = memory
         self._backend = backend
         self._timeout_s = timeout_s
         self._records = records
+        self._pauses = pauses
 
     def carry_out(self, request: Request, progress: Callable[[], None] = lambda: None) -> Done:
         """Carry out a request. Never raises: an error of the backend is in the report.
@@ -177,6 +185,9 @@ class HostCopies:
         slots = [slot for span in request.spans for slot in self._slots(request.format, span)]
         done = written = 0
         for some in _batches(slots, self._at_once(request.format), progress):
+            refusal = None if self._pauses is None else self._pauses.refusal(stored.prefix())
+            if refusal is not None:
+                return _done(request.sequence, done, refusal, written=written)
             keys = [stored.prefix() + slot.name.key for slot in some]
             lacks = self._backend.missing(keys, timeout_s=self._timeout_s)
             progress()
@@ -195,6 +206,7 @@ class HostCopies:
     ) -> tuple[int, tuple[_Slot, Result] | None]:
         """Write blocks; returns how many were written, and the first that could not be, with why."""
         if not slots:
+            self._note(stored, [])
             return 0, None
         headers = HeaderKind(kind.header_namespace, kind.fingerprint, kind.header_generation)
         whole: list[_Staged] = []
@@ -207,12 +219,17 @@ class HostCopies:
             whole.append(each)
         blocks = [each.block(stored) for each in whole]
         results = self._backend.put(blocks, timeout_s=self._timeout_s) if blocks else []
+        self._note(stored, results)
         failed = [
             (each.slot, result)
             for each, result in zip(whole, results, strict=True)
             if result.outcome is not Outcome.DONE
         ]
         return len(whole) - len(failed), failed[0] if failed else None
+
+    def _note(self, stored: StoredKind, results: Sequence[Result]) -> None:
+        if self._pauses is not None:
+            self._pauses.note(stored.prefix(), results)
 
     def _at_once(self, kind: BlockFormat) -> int:
         """How many blocks one call of the backend is about."""

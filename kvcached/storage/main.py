@@ -41,6 +41,7 @@ from kvcached.storage.messages import (
     decode_request,
     encode,
 )
+from kvcached.storage.refused_writes import FullPauses
 from kvcached.storage.shared_records import SharedRecords
 from kvcached.storage.tiers.backend import TieredStorage
 from kvcached_client.blocks.mapping import map_sealed
@@ -73,7 +74,9 @@ def main(arguments: list[str]) -> int:
         _log.error("%s", error)
         _refuse(connection, error)
         return _EXIT_STARTUP
-    copies = HostCopies(memory, backend, config.timeout_s, SharedRecords(record, backend, config.timeout_s))
+    records = SharedRecords(record, backend, config.timeout_s)
+    pauses = FullPauses() if config.local_disk is None else None
+    copies = HostCopies(memory, backend, config.timeout_s, records, pauses)
     return serve(connection, copies, backend, config.timeout_s)
 
 

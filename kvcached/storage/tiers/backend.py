@@ -14,7 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn, TypeVar
 
-from kvcached.storage.backend import ABSENT, Block, LocalDisk, Outcome, Result, Storage, Usage, VersionedRecord
+from kvcached.storage.backend import (
+    ABSENT,
+    PREFIX_BYTES,
+    Block,
+    LocalDisk,
+    Outcome,
+    Result,
+    Storage,
+    Usage,
+    VersionedRecord,
+)
+from kvcached.storage.refused_writes import FullPauses
 from kvcached.storage.tiers.refills import Refills
 from kvcached.storage.tiers.side import Side
 
@@ -51,6 +62,7 @@ class TieredStorage(Storage):
         self._came: dict[bytes, None] = {}  #: keys of the last blocks that came from the service
         self._read_from_disk = 0
         self._of_disk = disk.usage()  #: after the last call that changed it: a disk that hangs holds up nobody who asks
+        self._full = FullPauses(clock_s)  #: of the service: the disk takes blocks all the same
         self._lock = threading.Lock()
         self._is_cleared = False  #: the disk, since the service was found empty
         self.refills = Refills(self._refill)
@@ -102,7 +114,7 @@ class TieredStorage(Storage):
         """Write to both. A block is as good as the service says; while that fails, as the disk says."""
         limit = _Limit(self._clock_s, timeout_s)
         on_disk = self._put_on_disk(blocks, timeout_s, limit.slow_s)
-        beyond = limit.carry_out(self._far_writes, lambda far, left_s: far.put(blocks, timeout_s=left_s))
+        beyond = self._put_beyond(blocks, limit)
         if beyond is None:
             return on_disk if on_disk is not None else _neither(self._disk_writes, self._far_writes)
         if on_disk is None:
@@ -197,6 +209,15 @@ class TieredStorage(Storage):
             self._came.update((block.key, None) for block in came)
             for key in list(self._came)[: max(len(self._came) - CAME_MAX, 0)]:
                 del self._came[key]
+
+    def _put_beyond(self, blocks: Sequence[Block], limit: _Limit) -> list[Result] | None:
+        """Write to the service, unless it had no room a moment ago; all blocks of a call are of one namespace."""
+        prefix = blocks[0].key[:PREFIX_BYTES] if blocks else b""
+        if (refusal := self._full.refusal(prefix)) is not None:
+            return [refusal] * len(blocks)
+        beyond = limit.carry_out(self._far_writes, lambda far, left_s: far.put(blocks, timeout_s=left_s))
+        self._full.note(prefix, beyond or ())
+        return beyond
 
     def _put_on_disk(self, blocks: Sequence[Block], timeout_s: float, slow_s: float) -> list[Result] | None:
         results = self._disk_writes.carry_out(

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from kvcached.storage import refused_writes
 from kvcached.storage.backend import DONE, LocalDisk, Outcome, Usage
 from kvcached.storage.tiers import backend, refills
 from kvcached.storage.tiers.backend import TieredStorage
@@ -193,6 +194,17 @@ def test_service_that_is_full_says_so_and_a_disk_does_not(tiers: Tiers, caplog: 
     assert tiers.get(1, 2) == [Outcome.DONE] * 2
     assert tiers.put(4) == [Outcome.FULL]
     assert caplog.text.count("writes to the local disk: it accepts no blocks: put went wrong") == 1
+
+
+def test_service_that_is_full_is_tried_once_in_a_while(tiers: Tiers) -> None:
+    """Meanwhile the disk takes blocks, and the answer is that of the service."""
+    tiers.far.full = True
+    assert [tiers.put(number) for number in range(4)] == [[Outcome.FULL]] * 4
+    assert (tiers.far.calls.count("put"), tiers.disk.calls.count("put")) == (1, 4)
+
+    tiers.far.full = False
+    tiers.clock.now_s += refused_writes.FIRST_PAUSE_S
+    assert tiers.put(5) == tiers.put(6) == [Outcome.DONE]
 
 
 def test_deleted_blocks_are_gone_from_both(tiers: Tiers) -> None:
