@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import Final, NamedTuple
@@ -29,6 +29,10 @@ PREFIX_BYTES: Final = 16
 #: Of the record of generations in a shared backend.
 SHARED_RECORD_BYTES_MAX: Final = 4 << 20
 STORED_KEY_BYTES: Final = PREFIX_BYTES + KEY_SIZE_BYTES
+
+
+def no_progress() -> None:
+    """Nobody waits for a sign."""
 
 
 class StorageUnusable(Exception):
@@ -206,11 +210,11 @@ class Storage(ABC):
             self.delete(keys, timeout_s=timeout_s)
 
     @abstractmethod
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         """Delete all values whose key begins with these 16 bytes; all values for b"". Returns how many there were.
 
-        No request waits for this call, which may take some minutes. If it fails, it is called again. A shared backend
-        keeps the record.
+        No request waits for this call, which may take as long as it gets on: it calls `progress` after each page or
+        other part. If it fails, it is called again. A shared backend keeps the record.
         """
 
     @abstractmethod

@@ -60,7 +60,7 @@ LONGEST_PAUSE_S: Final = 30.0
 HUNG_TIMEOUTS: Final = 6
 #: When a request is late: its progress may be reported by so much later than a call of the backend ends.
 LATE_TIMEOUTS: Final = 1 + 1 / PROGRESS_PER_TIMEOUT
-#: How long a `Forget` may take. It may be of millions of blocks, and no request waits for it.
+#: How long a `Forget` may take without progress. It may be of millions of blocks, and no request waits for it.
 FORGET_S_MAX: Final = 600.0
 
 _log: Final = logging.getLogger(__name__)

@@ -100,7 +100,7 @@ class HostCopies:
 
         Args:
             request: what to do.
-            progress: called between two calls of the backend.
+            progress: called between two calls of the backend, and in those that may take long.
         """
         try:
             done = self._carry_out(request, progress)
@@ -123,7 +123,7 @@ class HostCopies:
             case Delete():
                 return self._delete(request, progress)
             case Forget():
-                count = self._backend.clear(request.prefix, timeout_s=self._timeout_s)
+                count = self._backend.clear(request.prefix, timeout_s=self._timeout_s, progress=progress)
             case Ping():
                 self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
                 count = 0

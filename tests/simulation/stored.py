@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage, no_progress
 from tests.simulation.scheduler import Chance
 
 
@@ -85,7 +85,7 @@ class StoredValues(Storage):
         self._may_raise()
         return sum(self._values.pop(key, None) is not None for key in keys)
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         self._may_raise()
         gone = [key for key in self._values if key.startswith(prefix)]
         for key in gone:

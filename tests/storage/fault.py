@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import ABSENT, DONE, Block, Outcome, Result, Storage, Usage, no_progress
 from kvcached.storage.disk.backend import open_disk
 
 #: Keys that another block's value is taken from, by size.
@@ -124,10 +124,10 @@ class FaultStorage(Storage):
         self._disturb_call()
         return self._inner.delete(keys, timeout_s=timeout_s)
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         """As inside."""
         self._disturb_call()
-        return self._inner.clear(prefix, timeout_s=timeout_s)
+        return self._inner.clear(prefix, timeout_s=timeout_s, progress=progress)
 
     def usage(self) -> Usage:
         """As inside."""

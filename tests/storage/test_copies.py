@@ -6,12 +6,24 @@ import mmap
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xxhash
 
 from kvcached.core.messages import Span
-from kvcached.storage.backend import ABSENT, DONE, WRONG, Block, Capabilities, Outcome, Result, Storage, Usage
+from kvcached.storage.backend import (
+    ABSENT,
+    DONE,
+    WRONG,
+    Block,
+    Capabilities,
+    Outcome,
+    Result,
+    Storage,
+    Usage,
+    no_progress,
+)
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import Backup, BlockFormat, Delete, Fetch, Forget, Ping, Query, Request
 from kvcached_client.blocks import header as host_header
@@ -72,7 +84,8 @@ class Shelf(Storage):
     def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         return sum(self.values.pop(key, None) is not None for key in keys)
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
+        progress()
         return self.delete([key for key in self.values if key.startswith(prefix)], timeout_s=timeout_s)
 
     def usage(self) -> Usage:
@@ -279,7 +292,9 @@ def test_question_is_answered_up_to_the_first_gap(rig: Rig) -> None:
     )
     assert found(other) == 0
     assert rig.copies.carry_out(Forget(sequence=4, prefix=other.stored().prefix())).count == 0
-    assert rig.copies.carry_out(Forget(sequence=5, prefix=KIND.stored().prefix())).count == 4
+    progress = Mock()
+    assert rig.copies.carry_out(Forget(sequence=5, prefix=KIND.stored().prefix()), progress).count == 4
+    assert progress.call_count == 1
 
 
 def test_blocks_are_deleted_by_their_keys(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

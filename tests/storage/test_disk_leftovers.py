@@ -6,13 +6,15 @@ import errno
 import logging
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvcached.storage.backend import DONE, Outcome
+from kvcached.storage.disk import catalog
 from kvcached.storage.disk.slots import SlotFile
 from tests.storage.disks import MIB, get, opened, put, size_on_disk, there
-from tests.storage.values import TIMEOUT_S, kind, stored
+from tests.storage.values import KIND, TIMEOUT_S, kind, stored
 
 LARGE = kind(part_bytes=65536)
 
@@ -63,6 +65,17 @@ def test_file_that_cannot_be_deleted_counts(
         assert storage.put([stored(5, LARGE)], timeout_s=TIMEOUT_S) == [DONE]
         assert len([*(tmp_path / "d").glob("*.slots")]) == len(storage._catalog._space.files)
         assert all(get(storage, number) == DONE for number in there(storage, range(200)))
+
+
+def test_clear_of_a_namespace_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done in parts, others have their turn between two of them, and whoever waits hears of each."""
+    monkeypatch.setattr(catalog, "_CLEARED_AT_A_TIME", 8)
+    parts = Mock()
+    with opened(tmp_path / "d", capacity_bytes=4 * MIB) as storage:
+        put(storage, *range(20))
+
+        assert storage.clear(KIND.prefix(), timeout_s=TIMEOUT_S, progress=parts) == 20
+    assert parts.call_count == 3
 
 
 def test_clear_forgets_blocks_whose_file_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -604,6 +604,19 @@ def test_forgetting_may_take_long(rig: Rig) -> None:
     assert len(rig.process.kills) == 1
 
 
+def test_forgetting_that_gets_on_may_take_any_time(rig: Rig) -> None:
+    """A page is deleted each minute, for an hour: only a page that hangs ends the process."""
+    rig.link.forget(PREFIX, lambda _: None)
+    (order,) = rig.process.forgets()
+    for _ in range(60):
+        rig.clock.pass_s(60)
+        rig.process.on_reply(Progress(sequence=order.sequence))
+    assert (rig.state(), rig.process.kills) == (LinkState.READY, [])
+    rig.clock.pass_s(FORGET_S_MAX + 1)
+
+    assert len(rig.process.kills) == 1
+
+
 def test_whoever_has_everything_forgotten_hears_of_a_death(rig: Rig) -> None:
     """The one who asked is told that it failed, and why."""
     told: list[Done] = []

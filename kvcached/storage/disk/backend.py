@@ -26,6 +26,7 @@ from kvcached.storage.backend import (
     Storage,
     StorageUnusable,
     Usage,
+    no_progress,
 )
 from kvcached.storage.disk.catalog import DiskCatalog, Place, Slot
 from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings, take_directory, validated
@@ -99,7 +100,7 @@ class DiskStorage(Storage):
         with self._locked() as catalog:
             catalog.delete(keys)
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         """Forget all such blocks, and delete the files that have no block left. Without a prefix all files go."""
         if not prefix:
             with self._locked() as catalog:
@@ -107,6 +108,7 @@ class DiskStorage(Storage):
         count = 0
         while cleared := self._clear_some(prefix):
             count += cleared
+            progress()
         with self._locked() as catalog:
             catalog.delete_empty_files()
         return count

@@ -28,6 +28,7 @@ from kvcached.storage.backend import (
     Usage,
     VersionedRecord,
     memory_for,
+    no_progress,
 )
 from kvcached.storage.frame import FRAME_BYTES, SHARDS_MAX
 from kvcached_client.protocol.key_files import is_private
@@ -166,9 +167,10 @@ class EncryptedStorage(Storage):
         """As inside."""
         self._inner.discard([self._cipher.name(key) for key in keys], timeout_s=timeout_s)
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         """As the inner backend; without a prefix this also deletes values that were encrypted with other keys."""
-        return self._inner.clear(self._cipher.prefix(prefix) if prefix else b"", timeout_s=timeout_s)
+        inside = self._cipher.prefix(prefix) if prefix else b""
+        return self._inner.clear(inside, timeout_s=timeout_s, progress=progress)
 
     def usage(self) -> Usage:
         """As inside."""

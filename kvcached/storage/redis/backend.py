@@ -27,6 +27,7 @@ from kvcached.storage.backend import (
     Storage,
     Usage,
     VersionedRecord,
+    no_progress,
 )
 from kvcached.storage.redis.connections import UNREACHABLE, Command, Connections, Reply, accepted
 from kvcached.storage.redis.fullness import Fullness
@@ -110,7 +111,7 @@ class RedisStorage(Storage):
         self._fullness.expire()
         return count
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         """Look at all keys of each server, step by step; each step is answered in time, or this fails."""
         start = self._names + prefix.hex().encode()
         pattern = start + b"?" * (len(self._names) + 2 * STORED_KEY_BYTES - len(start))
@@ -119,7 +120,9 @@ class RedisStorage(Storage):
         count = 0
         with self._finding():
             for server in self._nodes.all(time.monotonic() + timeout_s):
-                count += sum(_cleared(server, pattern, is_block, timeout_s))
+                for deleted in _cleared(server, pattern, is_block, timeout_s):
+                    count += deleted
+                    progress()
         self._fullness.expire()
         return count
 

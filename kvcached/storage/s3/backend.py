@@ -11,7 +11,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +32,7 @@ from kvcached.storage.backend import (
     StorageUnusable,
     Usage,
     VersionedRecord,
+    no_progress,
 )
 from kvcached.storage.s3 import record
 from kvcached.storage.s3.calls import Calls, sure
@@ -125,7 +126,7 @@ class S3Storage(Storage):
         what = f"writes of {late} blocks got no answer, and the service may still carry them out"
         return f"{what}; repeat it in {LATE_S / 60:g} minutes" if late else ""
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         """List and delete in pages, each of them with a time limit of its own."""
         page_timeout_s = max(timeout_s, _PAGE_TIMEOUT_S)
         where = f"{self._blocks}{prefix.hex()}/" if prefix else self._blocks
@@ -133,6 +134,7 @@ class S3Storage(Storage):
         count = 0
         while (names := self.calls.run(self._next_of(pages), page_timeout_s)) is not None:
             count += self.calls.run(self._delete(names), page_timeout_s)
+            progress()
         return count
 
     def usage(self) -> Usage:

@@ -24,6 +24,7 @@ from kvcached.storage.backend import (
     Storage,
     Usage,
     VersionedRecord,
+    no_progress,
 )
 from kvcached.storage.refused_writes import FullPauses
 from kvcached.storage.tiers.refills import Refills
@@ -144,16 +145,16 @@ class TieredStorage(Storage):
             self.refills.without(lambda: self._disk.discard(keys, timeout_s=timeout_s))
             self._changed(None)
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         """Clear both; returns how many the one had that had more. What one of them fails to do is an error.
 
         The service first: what is read from it meanwhile is on the disk then, or on its way to it. A prefix that one of
         the two has cleared before, and the other has not, is cleared there only: nobody writes such blocks any more.
         """
         try:
-            there = self._clear(self._far, prefix, timeout_s)
+            there = self._clear(self._far, prefix, timeout_s, progress)
         finally:
-            here = self.refills.without(lambda: self._clear(self._disk, prefix, timeout_s))
+            here = self.refills.without(lambda: self._clear(self._disk, prefix, timeout_s, progress))
         for storage in (self._disk, self._far):
             self._cleared.pop((storage, prefix), None)
         return max(here, there)
@@ -192,9 +193,9 @@ class TieredStorage(Storage):
         finally:
             self._far.close()
 
-    def _clear(self, storage: Storage, prefix: bytes, timeout_s: float) -> int:
+    def _clear(self, storage: Storage, prefix: bytes, timeout_s: float, progress: Callable[[], None]) -> int:
         if (storage, prefix) not in self._cleared:
-            count = self._changed(storage.clear(prefix, timeout_s=timeout_s))
+            count = self._changed(storage.clear(prefix, timeout_s=timeout_s, progress=progress))
             if not prefix:  # who clears everything means it each time
                 return count
             self._cleared[storage, prefix] = count

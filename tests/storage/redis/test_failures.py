@@ -5,6 +5,7 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from redis.exceptions import RedisError, ResponseError
@@ -264,14 +265,16 @@ def test_other_refusals_are_failures_of_a_block() -> None:
 
 
 def test_many_blocks_are_cleared(server: Server, storage: Storage, request: pytest.FixtureRequest) -> None:
-    """A clear finds 20,000 blocks among others, and tells how many they were; the record stays."""
+    """A clear finds 20,000 blocks among others, step by step, and tells how many they were; the record stays."""
     prefix = request.node.name
     script = "for i = 1, ARGV[2] do redis.call('SET', ARGV[1] .. string.format('%064x', i), 'value') end"
     server.ask("EVAL", script, 0, f"{prefix}:b:", 20_000)
     server.ask("EVAL", script, 0, f"{prefix}-other:b:", 20_000)
     storage.write_record(b"record", b"", timeout_s=TIMEOUT_S)
 
-    assert storage.clear(b"", timeout_s=TIMEOUT_S) == 20_000
+    pages = Mock()
+    assert storage.clear(b"", timeout_s=TIMEOUT_S, progress=pages) == 20_000
+    assert pages.call_count >= 5
     assert storage.clear(b"", timeout_s=TIMEOUT_S) == 0
 
     assert storage.read_record(timeout_s=TIMEOUT_S) is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import obstore
 import pytest
@@ -224,7 +225,9 @@ def test_clear_goes_through_many_pages(storage: S3Storage) -> None:
 
     asyncio.run(make())
 
-    assert storage.clear(b"\xab" * 16, timeout_s=TIMEOUT_S) == 3000
+    pages = Mock()
+    assert storage.clear(b"\xab" * 16, timeout_s=TIMEOUT_S, progress=pages) == 3000
+    assert pages.call_count >= 3
     assert storage.clear(b"\xab" * 16, timeout_s=TIMEOUT_S) == 0
     there = {each["path"] for page in obstore.list(owner, storage._prefix) for each in page}
     assert there == {*kept, storage._record}

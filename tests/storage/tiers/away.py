@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcached.storage.backend import ABSENT, DONE, Block, Capabilities, Outcome, Result, Storage, Usage, VersionedRecord
+from kvcached.storage.backend import (
+    ABSENT,
+    DONE,
+    Block,
+    Capabilities,
+    Outcome,
+    Result,
+    Storage,
+    Usage,
+    VersionedRecord,
+    no_progress,
+)
 
 
 class Clock:
@@ -50,11 +61,12 @@ class FakeStorage(Storage):
         self._begin("delete", timeout_s)
         return sum(self.values.pop(key, None) is not None for key in keys)
 
-    def clear(self, prefix: bytes, *, timeout_s: float) -> int:
+    def clear(self, prefix: bytes, *, timeout_s: float, progress: Callable[[], None] = no_progress) -> int:
         self._begin("clear", timeout_s)
         gone = [key for key in self.values if key.startswith(prefix)]
         for key in gone:
             del self.values[key]
+            progress()
         return len(gone)
 
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:

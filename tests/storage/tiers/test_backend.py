@@ -3,11 +3,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
 from kvcached.storage import refused_writes
 from kvcached.storage.backend import DONE, LocalDisk, Outcome, Usage
+from kvcached.storage.encryption.backend import EncryptedStorage
 from kvcached.storage.tiers import backend, refills
 from kvcached.storage.tiers.backend import TieredStorage
 from kvcached.storage.tiers.side import FIRST_PAUSE_S
@@ -318,6 +320,15 @@ def test_half_a_clear_is_not_repeated(tiers: Tiers) -> None:
     assert tiers.far.calls.count("clear") == 1
     assert tiers.both.clear(KIND.prefix(), timeout_s=TIMEOUT_S) == 0
     assert tiers.far.calls.count("clear") == 2
+
+
+def test_clear_gets_on_in_both(tiers: Tiers) -> None:
+    """Whoever waits hears of each part, also behind encryption."""
+    storage, parts = EncryptedStorage(tiers.both, bytes(32)), Mock()
+    storage.put([stored(1)], timeout_s=TIMEOUT_S)
+
+    assert storage.clear(KIND.prefix(), timeout_s=TIMEOUT_S, progress=parts) == 1
+    assert parts.call_count == 2
 
 
 def test_clear_that_one_of_both_fails_at_is_an_error(tiers: Tiers) -> None:
