@@ -47,6 +47,13 @@ class StorageMisconfigured(StorageUnusable):
     """
 
 
+class StorageGone(Exception):
+    """What a backend has opened is no longer what its settings name, so that it has to be opened anew.
+
+    From any method; the storage process then ends, and the next one opens the backend. The message says why.
+    """
+
+
 class RecordUnusable(StorageUnusable):
     """What is in the place of the record of generations is none for this daemon, which must not use storage then.
 

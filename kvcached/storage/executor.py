@@ -20,7 +20,7 @@ from xxhash import xxh3_128_digest
 from kvcached.core.messages import Span
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached.storage import frame
-from kvcached.storage.backend import STORED_KEY_BYTES, Block, Outcome, Result, Storage
+from kvcached.storage.backend import STORED_KEY_BYTES, Block, Outcome, Result, Storage, StorageGone
 from kvcached.storage.canonical import Rearrangement
 from kvcached.storage.frame import FRAME_BYTES, StoredBlock, StoredKind
 from kvcached.storage.messages import (
@@ -96,14 +96,19 @@ class HostCopies:
         self._pauses = pauses
 
     def carry_out(self, request: Request, progress: Callable[[], None] = lambda: None) -> Done:
-        """Carry out a request. Never raises: an error of the backend is in the report.
+        """Carry out a request. An error of the backend is in the report.
 
         Args:
             request: what to do.
             progress: called between two calls of the backend, and in those that may take long.
+
+        Raises:
+            StorageGone: the backend has to be opened anew.
         """
         try:
             done = self._carry_out(request, progress)
+        except StorageGone:
+            raise
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and the daemon has to hear of it
             done = Done(sequence=request.sequence, failed=True, error=f"{type(error).__name__}: {error}")
         return done

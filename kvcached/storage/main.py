@@ -22,7 +22,15 @@ import msgspec
 
 from kvcached.config.tables import RECORD_NAME
 from kvcached.process.seqpacket import wait_packet
-from kvcached.storage.backend import DISK, Storage, StorageMisconfigured, StorageUnusable, Usage, open_backend
+from kvcached.storage.backend import (
+    DISK,
+    Storage,
+    StorageGone,
+    StorageMisconfigured,
+    StorageUnusable,
+    Usage,
+    open_backend,
+)
 from kvcached.storage.encryption.backend import EncryptedStorage, read_secret
 from kvcached.storage.executor import HostCopies
 from kvcached.storage.messages import (
@@ -127,7 +135,13 @@ def serve(connection: socket.socket, copies: HostCopies, backend: Storage, timeo
                 told_ns = now_ns
                 say(Progress(sequence=request.sequence))
 
-        done = finished(copies.carry_out(request, progress), backend)
+        try:
+            done = finished(copies.carry_out(request, progress), backend)
+        except StorageGone as error:
+            _log.error("%s", error)
+            with sending:
+                _refuse(connection, error)
+                os._exit(_EXIT_STARTUP)
         say(msgspec.structs.replace(done, took_us=(time.monotonic_ns() - began_ns) // 1000))
 
     def say(message: Opened | Progress | Done) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcached.storage.link_state import LinkState
 from kvcached_client import Admin
 from kvcached_client.prefetch import PrefetchResult
 from kvcached_client.protocol.admin import StorageReport
@@ -361,3 +363,19 @@ def test_storage_that_cannot_be_opened_refuses_the_start(tmp_path: Path) -> None
         done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
         assert told in done.stderr
+
+
+def test_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    """Somebody deletes it while the daemon uses it: storage says so, is opened anew, and takes blocks again."""
+    directory = tmp_path / "blocks"
+    with started(tmp_path, with_storage(directory)) as daemon, connected(daemon) as engine:
+        engine.store("a", BLOCKS)
+        backed_up(daemon, BLOCKS)
+        shutil.rmtree(directory)
+        engine.store("b", BLOCKS)
+        until(lambda: report(daemon).restarts == 1)
+        assert "was removed or replaced while it was used" in report(daemon).why
+        until(lambda: report(daemon).state == LinkState.READY)
+        assert engine.load("a", BLOCKS) == BLOCKS  # storage is known to be empty: what is hit is written again
+        backed_up(daemon, 2 * BLOCKS)
+        assert (directory / "generations.json").exists()

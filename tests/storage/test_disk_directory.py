@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcached.storage.backend import DONE, Outcome, StorageUnusable
+from kvcached.storage.backend import DONE, Outcome, StorageGone, StorageUnusable
 from kvcached.storage.disk.backend import open_disk
 from kvcached.storage.disk.directory import refusal
 from tests.storage.disks import get, opened, put, there
@@ -47,6 +47,34 @@ def test_two_backends_never_share_a_directory(tmp_path: Path) -> None:
 
     with opened(tmp_path / "d"):
         pass
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "emptied", "a file"])
+def test_directory_that_is_gone_is_opened_anew(tmp_path: Path, how: str) -> None:
+    """Nothing is read from files without a name: the next one to open it finds an empty directory that works."""
+    path = tmp_path / "d"
+    with opened(path) as storage:
+        put(storage, 1)
+        assert there(storage, range(1, 2)) == {1}
+        if how == "emptied":
+            for each in path.iterdir():
+                each.unlink()
+        else:
+            path.rename(tmp_path / "before")
+        if how == "replaced":
+            path.mkdir(mode=0o700)
+        elif how == "a file":
+            path.touch()
+
+        with pytest.raises(StorageGone, match=f"{path} was removed or replaced"):
+            there(storage, range(1, 2))
+    if how == "a file":
+        path.unlink()
+
+    with opened(path) as storage:
+        assert there(storage, range(1, 2)) == set()
+        assert put(storage, 2) == [Outcome.DONE]
+        assert there(storage, range(2, 3)) == {2}
 
 
 def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:

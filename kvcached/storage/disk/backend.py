@@ -24,12 +24,13 @@ from kvcached.storage.backend import (
     Outcome,
     Result,
     Storage,
+    StorageGone,
     StorageUnusable,
     Usage,
     no_progress,
 )
 from kvcached.storage.disk.catalog import DiskCatalog, Place, Slot
-from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings, take_directory, validated
+from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings, is_there, take_directory, validated
 from kvcached.storage.disk.index import IndexDamaged, sync_log
 from kvcached.storage.disk.slots import has_no_room, lack_of_room, slot_bytes_for
 
@@ -59,7 +60,9 @@ class DiskStorage(Storage):
             undo.pop_all()
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
-        """As the index says."""
+        """As the index says, if that is still in the directory of the settings."""
+        if not is_there(self._directory, self._claim):
+            raise StorageGone(f"disk storage: {self._directory} was removed or replaced while it was used")
         with self._locked() as catalog:
             found = catalog.find(keys)
         return [key in found for key in keys]

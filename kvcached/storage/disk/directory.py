@@ -89,6 +89,19 @@ def take_directory(path: Path) -> int:
         os.close(directory)
 
 
+def is_there(path: Path, lock: int) -> bool:
+    """Whether the directory is still the one that a lock was taken in: nobody has removed or replaced it since.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    try:
+        now = (path / _LOCK_NAME).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return os.path.samestat(now, os.fstat(lock))
+
+
 def refusal(path: Path) -> tuple[str, str] | None:
     """Why `take_directory` would refuse, and what to do; None where it would not. Changes nothing.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from kvcached.process.backoff import BackOff
-from kvcached.storage.backend import Outcome, Result, Storage
+from kvcached.storage.backend import Outcome, Result, Storage, StorageGone
 
 T = TypeVar("T")
 
@@ -73,6 +73,8 @@ class Side:
         try:
             answer = ask(self._backend)
             why = failure_in(answer)
+        except StorageGone:  # which leaving it out does not mend
+            raise
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             answer, why = None, f"{type(error).__name__}: {error}"
         if not why and (took_s := self._clock_s() - began_s) > slow_s:

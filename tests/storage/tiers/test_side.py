@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from kvcached.storage.backend import StorageGone
 from kvcached.storage.tiers.side import FIRST_PAUSE_S, LONGEST_PAUSE_S, Side
 from tests.storage.tiers.away import Clock, FakeStorage
 
@@ -49,6 +50,15 @@ def test_pauses_become_longer_until_a_call_succeeds(side: Side, clock: Clock) ->
     assert asked(side)
     clock.now_s += FIRST_PAUSE_S
     assert asked(side)
+
+
+def test_backend_that_has_to_be_opened_anew_is_not_left_out(side: Side) -> None:
+    """Only another process can do that: it is told, and nothing pretends that the other backend were enough."""
+    backend_of(side).error = StorageGone("it was removed")
+
+    with pytest.raises(StorageGone, match="it was removed"):
+        asked(side)
+    assert not side.is_out
 
 
 def test_one_call_tries_and_the_others_do_not_wait(side: Side, clock: Clock) -> None:
