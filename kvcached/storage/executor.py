@@ -36,8 +36,8 @@ from kvcached.storage.messages import (
     Request,
     WriteRecord,
 )
-from kvcached.storage.refused_writes import FullPauses
 from kvcached.storage.shared_records import SharedRecords
+from kvcached.storage.tiers.full_pauses import FullPauses
 from kvcached_client.blocks import header as host_header
 from kvcached_client.blocks.header import BlockName, HeaderKind
 from kvcached_client.blocks.host_layout import HEADER_BYTES

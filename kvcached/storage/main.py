@@ -49,9 +49,9 @@ from kvcached.storage.messages import (
     decode_request,
     encode,
 )
-from kvcached.storage.refused_writes import FullPauses
 from kvcached.storage.shared_records import SharedRecords
 from kvcached.storage.tiers.backend import TieredStorage
+from kvcached.storage.tiers.full_pauses import FullPauses
 from kvcached_client.blocks.mapping import map_sealed
 from kvcached_client.errors import KvcachedError
 

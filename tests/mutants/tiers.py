@@ -35,7 +35,7 @@ def blocks_that_wait_for_the_disk_are_not_bounded(patch: pytest.MonkeyPatch) -> 
 @caught_by(_BACKEND + "test_clear_that_one_of_both_fails_at_is_an_error")
 def clear_of_a_broken_disk_spares_the_service(patch: pytest.MonkeyPatch) -> None:
     """Blocks stay in the service because the disk of the machine that clears has died."""
-    rewrite(patch, TieredStorage.clear, "there = self._clear(self._far, prefix, timeout_s)", "there = 0")
+    rewrite(patch, TieredStorage.clear, "there = self._clear(self._far, prefix, timeout_s, progress)", "there = 0")
 
 
 @caught_by(_BACKEND + "test_both_have_one_limit_together")
@@ -85,8 +85,8 @@ def disk_is_cleared_before_the_service(patch: pytest.MonkeyPatch) -> None:
     rewrite(
         patch,
         TieredStorage.clear,
-        "there = self._clear(self._far, prefix, timeout_s)",
-        "here = self.refills.without(lambda: self._clear(self._disk, prefix, timeout_s)); "
-        "there = self._clear(self._far, prefix, timeout_s); "
+        "there = self._clear(self._far, prefix, timeout_s, progress)",
+        "here = self.refills.without(lambda: self._clear(self._disk, prefix, timeout_s, progress)); "
+        "there = self._clear(self._far, prefix, timeout_s, progress); "
         "self._disk = self._far",
     )

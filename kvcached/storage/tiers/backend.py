@@ -26,7 +26,7 @@ from kvcached.storage.backend import (
     VersionedRecord,
     no_progress,
 )
-from kvcached.storage.refused_writes import FullPauses
+from kvcached.storage.tiers.full_pauses import FullPauses
 from kvcached.storage.tiers.refills import Refills
 from kvcached.storage.tiers.side import Side
 

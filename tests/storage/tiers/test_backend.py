@@ -7,10 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvcached.storage import refused_writes
 from kvcached.storage.backend import DONE, LocalDisk, Outcome, Usage
 from kvcached.storage.encryption.backend import EncryptedStorage
-from kvcached.storage.tiers import backend, refills
+from kvcached.storage.tiers import backend, full_pauses, refills
 from kvcached.storage.tiers.backend import TieredStorage
 from kvcached.storage.tiers.side import FIRST_PAUSE_S
 from tests.storage.tiers.away import Clock, FakeStorage
@@ -205,7 +204,7 @@ def test_service_that_is_full_is_tried_once_in_a_while(tiers: Tiers) -> None:
     assert (tiers.far.calls.count("put"), tiers.disk.calls.count("put")) == (1, 4)
 
     tiers.far.full = False
-    tiers.clock.now_s += refused_writes.FIRST_PAUSE_S
+    tiers.clock.now_s += full_pauses.FIRST_PAUSE_S
     assert tiers.put(5) == tiers.put(6) == [Outcome.DONE]
 
 

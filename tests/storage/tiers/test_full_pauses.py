@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcached.storage import refused_writes
 from kvcached.storage.backend import DONE, Block, Outcome, Result
 from kvcached.storage.executor import HostCopies
-from kvcached.storage.refused_writes import FIRST_PAUSE_S, LONGEST_PAUSE_S, FullPauses
+from kvcached.storage.tiers import full_pauses
+from kvcached.storage.tiers.full_pauses import FIRST_PAUSE_S, LONGEST_PAUSE_S, FullPauses
 from tests.storage.test_copies import KEYS, Rig
 from tests.storage.tiers.away import Clock
 
@@ -77,7 +77,7 @@ def test_try_that_writes_nothing_keeps_nobody_out(pauses: FullPauses, clock: Clo
 
 def test_namespaces_are_bounded(pauses: FullPauses, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten, which costs one try."""
-    monkeypatch.setattr(refused_writes, "PREFIXES_MAX", 1)
+    monkeypatch.setattr(full_pauses, "PREFIXES_MAX", 1)
     pauses.note(B, [FULL])
 
     assert [pauses.refusal(A), pauses.refusal(B)] == [None, FULL]
