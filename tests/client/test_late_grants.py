@@ -71,7 +71,7 @@ def test_late_grants_cost_a_call_nothing_while_there_are_none(
     client = connect()
     channel, looks = client._channel, []
 
-    def poll(deadline_ns: int, wake: int | None = None) -> set[int]:
+    def poll(deadline_ns: int, wake: int | None = None) -> dict[int, int]:
         looks.append(deadline_ns)
         return Channel._poll(channel, deadline_ns, wake)
 
