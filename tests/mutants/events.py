@@ -11,7 +11,10 @@ from kvcached.core.transfers import prefetch
 from kvcached.core.transfers.table import TransferTable
 from kvcached.events.peers import Peer
 from kvcached.events.stream import EventStream
+from kvcached.events.token_book import TokenBook
+from kvcached.memory.token_table import TokenTable
 from kvcached.recovery import run_dir
+from kvcached_client.keys import KeyChain
 from tests.mutants.mutant import caught_by, rewrite
 
 _FOLLOWED = "tests/core/test_index_events.py::test_snapshot_and_events_make_the_index"
@@ -69,3 +72,35 @@ def sampled_blocks_of_the_rate_before_kept(patch: pytest.MonkeyPatch) -> None:
 def epochs_close_after_the_clock_was_set_back(patch: pytest.MonkeyPatch) -> None:
     """The next daemon numbers its events as the last one did."""
     rewrite(patch, run_dir._next_epoch, "before + 1 + since_boot_ms - started_ms", "before + 1")
+
+
+@caught_by("tests/events/test_token_book.py::test_tokens_are_kept_while_a_tier_has_the_block")
+def tokens_erased_with_the_first_copy(patch: pytest.MonkeyPatch) -> None:
+    """A block that has moved from the device to the host has no tokens any more."""
+    rewrite(patch, TokenBook.erase, "and not space.is_held(key)", "")
+
+
+@caught_by("tests/events/test_token_book.py::test_tokens_of_known_blocks_are_told")
+def tokens_told_of_their_neighbours(patch: pytest.MonkeyPatch) -> None:
+    """Where a block without tokens lies between others, these get each other's."""
+    rewrite(
+        patch, TokenBook.note, "for at, key in enumerate(_split(keys)):", "for at, key in enumerate(_split(keys), -1):"
+    )
+
+
+@caught_by("tests/events/test_token_table.py::test_row_in_which_a_daemon_died_is_none")
+def broken_rows_taken_over(patch: pytest.MonkeyPatch) -> None:
+    """The tokens that a daemon was writing when it died are told, whatever they are."""
+    rewrite(patch, TokenTable.take_over, 'used["mark"] == 1', 'used["mark"] >= 0')
+
+
+@caught_by("tests/events/test_token_book.py::test_what_was_removed_on_request_is_nowhere")
+def removed_prompts_replayed(patch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for old messages reads a prompt that was removed on request."""
+    rewrite(patch, EventStream._forget, "self._kept.clear()", "pass")
+
+
+@caught_by("tests/client/test_token_ids.py::test_tokens_of_tenants_and_adapters_stay[salted0]")
+def salted_prompts_told(patch: pytest.MonkeyPatch) -> None:
+    """Routers are told the tokens of a tenant's prompt."""
+    rewrite(patch, KeyChain.__init__, "keeps_tokens and not (lora or salt)", "keeps_tokens")
