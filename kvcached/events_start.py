@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from kvcached.config.schema import Config
 from kvcached.core.cache import Cache
@@ -36,6 +36,18 @@ def open_book(config: Config, cache: Cache, kept: Mapping[int, TokenTable], part
     parts.callback(book.close)
     book.take_over(cache.announced())
     return book
+
+
+def _pass_over(cache: Cache, book: TokenBook | None) -> None:
+    """Nobody is told of changes; the next daemon may tell the tokens of the blocks that it takes over."""
+    if book is not None:
+        book.catch_up()
+        book.forgotten()
+    cache.index_changes.clear()
+    if book is not None:
+        book.taken()
+        while book.has_left:
+            book.erase(cache.announced)
 
 
 def _new_table(block_size: int) -> TokenTable:
@@ -73,9 +85,7 @@ async def start_events(
         await server.start()
     except OSError:
         server.close()
-        service.index_changed = cache.index_changes.clear  # nobody takes them
-        if book is not None:
-            book.stop()
+        service.index_changed = partial(_pass_over, cache, book)  # nobody takes them
         raise
     service.index_changed = server.poke
     return server.files

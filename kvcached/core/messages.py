@@ -258,8 +258,17 @@ class AllRemoved(NamedTuple):
     tier: Tier
 
 
+class TierEnded(NamedTuple):
+    """Nothing of a tier is to be found any more, on request or because its namespace is forgotten.
+
+    Routers hear of its blocks by the changes before this one.
+    """
+
+    tier: Tier
+
+
 #: What routers are told, in order.
-IndexChange = BlocksStored | BlocksRemoved | AllRemoved
+IndexChange = BlocksStored | BlocksRemoved | AllRemoved | TierEnded
 
 #: What the core may ask for.
 Effect = (

@@ -172,6 +172,11 @@ class Peer(asyncio.Protocol):
         """Whether its peer has much to read."""
         return self._is_full
 
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether it could miss some of what is sent next, and has missed nothing."""
+        return False
+
     @abstractmethod
     def received(self, parts: list[bytes]) -> None:
         """A message; one beyond the limits has no parts."""
@@ -214,6 +219,13 @@ class Subscriber(Peer):
         if self._has_missed:
             self._has_missed = False
             self._send_last()
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether it could miss some of the next batches, and has missed none."""
+        if self._transport is None or self._has_missed:
+            return False
+        return self._transport.get_write_buffer_size() > UNREAD_BYTES_MAX // 2
 
     def offer(self, topic: bytes, data: bytes) -> None:
         """Send a batch, if it is of its topics and there is room."""

@@ -34,6 +34,9 @@ HALF_OPEN_MAX: Final = 32
 _DESCRIPTORS_SHARE: Final = 0.05
 #: Events are published at most so often; a quiet daemon publishes at once.
 PUBLISH_INTERVAL_S: Final = 0.02
+#: How long a subscriber without room, that has missed nothing, is waited for, and how often it is looked at.
+READER_PATIENCE_S: Final = 0.2
+_READER_PAUSE_S: Final = 0.001
 _ABSENT: Final = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})  #: of an address that this machine lacks
 
 _log: Final = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class EventServer:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._published_s = 0.0
+        self._waits_since_s = 0.0  #: for a subscriber that has no room; 0 = for none
 
     async def start(self) -> None:
         """Listen.
@@ -93,6 +97,7 @@ class EventServer:
 
     def close(self) -> None:
         """Publish what is left, and end."""
+        self._waits_since_s = -READER_PATIENCE_S  # nobody is waited for any more
         self._publish()
         while self._stream.has_more:
             self._publish()
@@ -105,6 +110,9 @@ class EventServer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._has_slow_reader():
+            self._timer = self._loop.call_later(_READER_PAUSE_S, self._publish)
+            return
         self._published_s = self._loop.time()
         for batch in self._stream.flush():
             data = message_of(batch)
@@ -112,6 +120,18 @@ class EventServer:
                 peer.offer(batch.topic, data)
         if self._stream.has_more:
             self._timer = self._loop.call_later(0, self._publish)
+
+    def _has_slow_reader(self) -> bool:
+        """Whether a subscriber that has missed nothing has no room: it gets some time to read, and then misses a batch.
+
+        A long prompt with tokens is more than a subscriber's share of memory, however fast it reads.
+        """
+        if not any(peer.is_at_limit for peer in self._events.connections):
+            self._waits_since_s = 0.0
+            return False
+        now_s = self._loop.time()
+        self._waits_since_s = self._waits_since_s or now_s
+        return now_s - self._waits_since_s < READER_PATIENCE_S
 
 
 class _Socket:

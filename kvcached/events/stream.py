@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange, TierEnded
 from kvcached.core.slots.announced import Announced
 from kvcached.events.token_book import TokenBook, TokensStored
 from kvcached.events.wire import HashForm, Told, encode_batch, told_weight, weight_of
@@ -29,8 +29,8 @@ KEYS_PER_EVENT_MAX: Final = 16_384
 EVENT_KEYS: Final = 12
 #: Changes that one flush takes. Where each is of one block, that takes some 4 ms, and the next turn goes on.
 CHANGES_PER_FLUSH_MAX: Final = 2048
-#: Blocks whose tokens one flush looks up.
-BLOCKS_PER_FLUSH_MAX: Final = 8192
+#: What the messages of one flush take, in keys: half of what is kept for a slow subscriber.
+KEYS_PER_FLUSH_MAX: Final = 28_000
 #: Slots of a pool that one piece of a snapshot looks at: some 100 us.
 SLOTS_PER_PIECE: Final = 2048
 #: Events of a piece at most: 0.5 ms and 60 KB. A pool with more has stretches of less than eight blocks.
@@ -39,6 +39,10 @@ EVENTS_PER_PIECE: Final = 256
 _BATCH_OVERHEAD_BYTES: Final = 200
 #: Numbers of one millisecond, in which an epoch is: far more batches than are ever published in it.
 _NUMBERS_PER_MS: Final = 256
+
+
+#: What of the changes routers hear of.
+Change = BlocksStored | BlocksRemoved | AllRemoved
 
 
 class Batch(NamedTuple):
@@ -88,9 +92,12 @@ class EventStream:
         self._now_s = now_s
         self._book = book
         self._form: HashForm = form
+        if book is not None:
+            book.follow(changes)
         self._buffer_bytes = buffer_bytes
         self._held_bytes = 0
         self._kept: deque[Batch] = deque()
+        self._sizes: deque[int] = deque()  #: what each of them takes
         self._next = epoch * _NUMBERS_PER_MS
         self._is_ahead = False  #: a snapshot may have shown blocks whose changes are not published yet
         self.last = self._publish(topic, self._payload([], None))
@@ -102,11 +109,13 @@ class EventStream:
         """
         if not self.has_more:
             return []
+        if self._book is not None:
+            self._book.catch_up()
         changes = self._taken()
         if self._book is not None:
-            self._book.apply(changes)
-        by_tier: dict[tuple[bytes, int | None], list[IndexChange]] = {}
-        tier, part = None, []
+            self._book.taken()
+        by_tier: dict[tuple[bytes, int | None], list[Change]] = {}
+        tier, part = None, list[Change]()
         for change in changes:
             if change.tier is not tier:  # most of a flush is about one tier
                 tier = change.tier
@@ -162,26 +171,34 @@ class EventStream:
                             yield Batch(topic.encode(), number, payload)
                 slot = announced.next_known(slot)
 
-    def _taken(self) -> list[IndexChange]:
-        """The changes of one flush, removed from those of the core. A large one is cut where tokens are looked up."""
-        if self._book is None:
-            whole = self._changes[:CHANGES_PER_FLUSH_MAX]
-            del self._changes[:CHANGES_PER_FLUSH_MAX]
-            return whole
-        taken: list[IndexChange] = []
-        room, rest = BLOCKS_PER_FLUSH_MAX, []
+    def _taken(self) -> list[Change]:
+        """The changes of one flush, removed from those of the core. A large one is cut."""
+        taken: list[Change] = []
+        room, count, rest = KEYS_PER_FLUSH_MAX, 0, list[IndexChange]()
         for change in self._changes[:CHANGES_PER_FLUSH_MAX]:
-            blocks = 0 if isinstance(change, AllRemoved) else len(change.keys) // KEY_SIZE_BYTES
-            if blocks > room and not isinstance(change, AllRemoved):
-                taken.append(_section(change, 0, room))
-                rest = [_section(change, room, blocks)]
+            count += 1
+            if isinstance(change, TierEnded):
+                continue
+            blocks, weight = 0, 1
+            if not isinstance(change, AllRemoved):
+                blocks, weight = len(change.keys) // KEY_SIZE_BYTES, self._weight(change)
+            fitting = max(room // weight, 1)
+            if not isinstance(change, AllRemoved) and blocks > fitting:
+                taken.append(_section(change, 0, fitting))
+                rest = [_section(change, fitting, blocks)]
                 break
             taken.append(change)
-            room -= blocks
-            if not room:
+            room -= blocks * weight
+            if room <= 0:
                 break
-        self._changes[: len(taken)] = rest
+        self._changes[:count] = rest
         return taken
+
+    def _weight(self, change: BlocksStored | BlocksRemoved) -> int:
+        """What a block of a change takes in all messages about it, in keys."""
+        tier = change.tier
+        is_told = self._book is not None and isinstance(change, BlocksStored) and self._book.may_tell(tier.label)
+        return (told_weight(tier.block_size) if is_told else 1) * len(self._topics(tier.label))
 
     def _forget(self) -> list[Batch]:
         """After a removal on request nobody may ask for batches from before it, which may have its tokens.
@@ -190,17 +207,19 @@ class EventStream:
         """
         if self._book is None or not self._book.forgets:
             return []
-        self._book.forgotten()
+        if not self._changes:  # else what is published next may have them, too
+            self._book.forgotten()
         self._kept.clear()
+        self._sizes.clear()
         self._held_bytes = 0
         return [self._publish(self._topic, self._payload([], None))]
 
-    def _parts(self, changes: Iterable[IndexChange]) -> Iterator[list[Told]]:
+    def _parts(self, changes: Iterable[Change]) -> Iterator[list[Told]]:
         """The changes with the tokens that routers may know, in portions that fit a batch each."""
         told = [told for change in changes for told in self._told(change)]
         return _parts(told) if told else iter(())
 
-    def _told(self, change: IndexChange) -> Iterable[Told]:
+    def _told(self, change: Change) -> Iterable[Told]:
         if self._book is None or not isinstance(change, BlocksStored):
             return (change,)
         return self._book.told(change)
@@ -216,9 +235,12 @@ class EventStream:
         batch = Batch(topic.encode(), self._next, payload)
         self._next += 1
         self._kept.append(batch)
-        self._held_bytes += len(batch.payload) + _BATCH_OVERHEAD_BYTES
+        is_shared = payload is self.last.payload if self._sizes else False  # the same for another topic
+        self._sizes.append(_BATCH_OVERHEAD_BYTES + (0 if is_shared else len(payload)))
+        self._held_bytes += self._sizes[-1]
         while self._held_bytes > self._buffer_bytes and len(self._kept) > 1:
-            self._held_bytes -= len(self._kept.popleft().payload) + _BATCH_OVERHEAD_BYTES
+            self._kept.popleft()
+            self._held_bytes -= self._sizes.popleft()
         self.last = batch
         return batch
 
@@ -226,7 +248,7 @@ class EventStream:
         return encode_batch(self._now_s(), changes, rank, self._form)
 
 
-def _undoes(change: BlocksRemoved, before: IndexChange) -> bool:
+def _undoes(change: BlocksRemoved, before: Change) -> bool:
     """Whether blocks leave that came just now, as those of a health check do: nobody needs to hear of them.
 
     Where a snapshot has shown them meanwhile, their removal has to be told.
@@ -234,10 +256,10 @@ def _undoes(change: BlocksRemoved, before: IndexChange) -> bool:
     return type(before) is BlocksStored and change.keys == before.keys and change.tier == before.tier
 
 
-def _merged(changes: list[IndexChange]) -> list[IndexChange]:
+def _merged(changes: list[Change]) -> list[Change]:
     """The same with neighbours as one: blocks that are removed, and blocks that continue a chain."""
-    merged: list[IndexChange] = []
-    same: list[IndexChange] = []
+    merged: list[Change] = []
+    same: list[Change] = []
     for change in changes:
         if same:
             before = same[-1]
@@ -250,14 +272,14 @@ def _merged(changes: list[IndexChange]) -> list[IndexChange]:
     return merged
 
 
-def _continues(before: IndexChange, change: IndexChange) -> bool:
+def _continues(before: Change, change: Change) -> bool:
     """Whether two changes of one kind can be told as one."""
     if before.tier != change.tier or isinstance(before, AllRemoved):
         return False
     return not isinstance(change, BlocksStored) or change.parent == before.keys[-KEY_SIZE_BYTES:]
 
 
-def _joined(changes: list[IndexChange]) -> IndexChange:
+def _joined(changes: list[Change]) -> Change:
     first = changes[0]
     if len(changes) == 1 or isinstance(first, AllRemoved):
         return first

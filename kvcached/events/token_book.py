@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from kvcached.core.messages import AllRemoved, BlocksStored, IndexChange, Tier
+import numpy as np
+
+from kvcached.core.messages import AllRemoved, BlocksStored, IndexChange, Tier, TierEnded
 from kvcached.core.slots.announced import Announced
 from kvcached.memory.token_table import NAMESPACE_BYTES, TokenTable, row_bytes
 from kvcached_client.errors import ErrorCode, request_error
@@ -83,6 +84,7 @@ class TokenBook:
         kept: tables of an earlier daemon, which are the book's from now on.
 
     Attributes:
+        may_tell: as it was given.
         tables: by the size of their blocks.
         has_left: whether `erase` has more to do.
         forgets: something was removed on request since `forgotten`.
@@ -95,11 +97,13 @@ class TokenBook:
         give_up: Callable[[int, TokenTable], None] = lambda _, table: table.close(),
         kept: Mapping[int, TokenTable] | None = None,
     ) -> None:
-        self._may_tell = may_tell
+        self.may_tell = may_tell
         self._new_table = new_table
         self._give_up = give_up
         self.tables: dict[int, TokenTable] = dict(kept or {})
         self.forgets = False
+        self._changes: list[IndexChange] = []
+        self._applied = 0  #: how many of the first changes are in here
         self._namespaces: dict[bytes, _Namespace] = {}
         #: Blocks that have left a tier, by namespace; those that are in no tier are to be erased.
         self._left: deque[tuple[_Namespace, Iterator[bytes]]] = deque()
@@ -113,18 +117,14 @@ class TokenBook:
         self._namespaces.clear()
         self._left.clear()
 
-    def stop(self) -> None:
-        """Nobody is told of anything: take no more tokens, and keep none."""
-        self._may_tell = lambda _: False
-        for size, table in self.tables.items():
-            self._give_up(size, table)
-        self.tables.clear()
-        self._namespaces.clear()
-        self._left.clear()
+    def wants(self, announced: Announced | None, label: str | None = None) -> bool:
+        """Whether the tokens of a tier's blocks may be told. Not where routers are told of no blocks: None.
 
-    def wants(self, announced: Announced | None) -> bool:
-        """Whether the tokens of a tier's blocks may be told. Not where routers are told of no blocks: None."""
-        return announced is not None and self._may_tell(announced.tier.label)
+        Args:
+            announced: the tier.
+            label: what an engine calls its namespace, where that counts, too.
+        """
+        return announced is not None and self.may_tell(announced.tier.label) and (label is None or self.may_tell(label))
 
     def take_over(self, tiers: Iterable[Announced]) -> None:
         """Keep what the blocks in these tiers need of the tables of an earlier daemon; erase the rest."""
@@ -171,7 +171,7 @@ class TokenBook:
         Args:
             announced: any tier of the namespace; what is not wanted is passed over.
             keys: of the blocks.
-            tokens: of all of them, little-endian int32. Those of a block are not told if the first of them is negative.
+            tokens: of all of them, little-endian int32. Those of a block are not told if one of them is negative.
 
         Raises:
             BadRequest: they are not as many tokens as the blocks have.
@@ -183,27 +183,41 @@ class TokenBook:
         table = self._table(tier.block_size)
         if table is None:
             return
+        self.catch_up()
         space, block_bytes = self._namespace(tier), tier.block_size * _TOKEN_BYTES
-        firsts = array("i", tokens)[:: tier.block_size]
+        lowest = np.frombuffer(tokens, "<i4").reshape(-1, tier.block_size).min(axis=1).tolist()
         new: dict[bytes, bytes] = {}
         for at, key in enumerate(_split(keys)):
-            if firsts[at] < 0:
+            if lowest[at] < 0:
                 continue
             row = space.rows.get(key)
             told = tokens[at * block_bytes : (at + 1) * block_bytes]
             if row is None:
                 new[key] = told
-            elif key in space.waiting:
+            elif not space.is_held(key):
                 table.write(row, told)
-                del space.waiting[key]
+                space.waiting.pop(key, None)
                 space.waiting[key] = None
         if new:
             self._put(space, table, new)
 
+    def follow(self, changes: list[IndexChange]) -> None:
+        """Note what is appended to these changes of the core. Whoever publishes them takes them away."""
+        self._changes, self._applied = changes, 0
+
+    def catch_up(self) -> None:
+        """Note all that has happened, published or not."""
+        self.apply(self._changes[self._applied :])
+        self._applied = len(self._changes)
+
+    def taken(self) -> None:
+        """Those of the changes were taken away that are published now; what is left of them has been noted."""
+        self._applied = len(self._changes)
+
     def apply(self, changes: Iterable[IndexChange]) -> None:
         """Note which blocks have come and gone, in order. Tokens of those that are gone are there until `erase`."""
         for change in changes:
-            if not self._may_tell(change.tier.label):
+            if not self.may_tell(change.tier.label):
                 continue
             space, rank = self._namespace(change.tier), change.tier.rank
             if isinstance(change, BlocksStored):
@@ -211,6 +225,9 @@ class TokenBook:
                 space.held.setdefault(rank, set()).update(keys)
                 for key in keys if space.waiting else ():
                     space.waiting.pop(key, None)
+            elif isinstance(change, TierEnded):
+                self.forgets = True
+                self._erase(space, list(space.waiting))
             elif isinstance(change, AllRemoved):
                 self._left.append((space, iter(space.held.pop(rank, ()))))
             else:
@@ -306,7 +323,10 @@ class TokenBook:
         if table is None and len(self.tables) == TABLES_MAX:
             self._say_full(f"engines have blocks of more than {TABLES_MAX} sizes")
         elif table is None:
-            table = self.tables[block_size] = self._new_table(block_size)
+            try:
+                table = self.tables[block_size] = self._new_table(block_size)
+            except OSError as error:
+                self._say_full(f"there is no memory for them: {error.strerror or error}")
         return table
 
     def _put(self, space: _Namespace, table: TokenTable, new: dict[bytes, bytes]) -> None:

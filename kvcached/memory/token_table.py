@@ -65,7 +65,12 @@ class TokenTable:
         Raises:
             OSError: the kernel refused the memory.
         """
-        table = cls(sealed_memfd("kvcached tokens", table_bytes(block_size)), block_size)
+        descriptor = sealed_memfd("kvcached tokens", table_bytes(block_size))
+        try:
+            table = cls(descriptor, block_size)
+        except OSError:
+            os.close(descriptor)
+            raise
         _HEAD.pack_into(table._view, 0, _MAGIC, block_size, 0)
         return table
 
@@ -74,7 +79,10 @@ class TokenTable:
         """The table that an earlier daemon has left; None if the memory, which stays the caller's, holds none."""
         if memory_fault(descriptor, table_bytes(block_size)) is not None:
             return None
-        table = cls(descriptor, block_size)
+        try:
+            table = cls(descriptor, block_size)
+        except OSError:  # there is no room to map it
+            return None
         magic, size, used = _HEAD.unpack_from(table._view)
         if (magic, size) == (_MAGIC, block_size) and used <= table._rows_max:
             return table

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from kvcached.events import peers, server, stream
-from kvcached.events.server import Endpoints
+from kvcached.events.server import Endpoints, EventServer
+from kvcached.events.stream import Batch
 from kvcached_client.protocol.zmtp import DEALER, GREETING, SUBSCRIBER, Role, encode_message, subscribe
 from tests.events.publisher import TIMEOUT_MS, Publisher
 from tests.events.router import END, Router
@@ -301,3 +304,45 @@ def test_endpoint_of_the_machine(tmp_path: Path) -> None:
     finally:
         router.close()
         publisher.close()
+
+
+class FakeStream:
+    """Counts its flushes; each has more."""
+
+    has_more = True
+
+    def __init__(self) -> None:
+        self.flushed = asyncio.Event()
+
+    def flush(self) -> list[Batch]:
+        self.flushed.set()
+        return []
+
+
+def test_reader_without_room_is_waited_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is published when a subscriber that reads has room again, or has not read for too long."""
+    monkeypatch.setattr(server, "READER_PATIENCE_S", 0.05)
+
+    async def main() -> None:
+        published, reader = FakeStream(), SimpleNamespace(is_at_limit=True)
+        events = EventServer(published, Endpoints(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"))  # type: ignore[arg-type]
+        monkeypatch.setattr(events, "_events", SimpleNamespace(connections=[reader], close=lambda: None))
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        events._publish()
+        assert not published.flushed.is_set()
+        await published.flushed.wait()
+        assert loop.time() - began_s >= 0.05
+
+        reader.is_at_limit = False
+        events._publish()
+        reader.is_at_limit = True
+        published.flushed.clear()
+        events._publish()
+        assert not published.flushed.is_set()
+        reader.is_at_limit = False
+        await published.flushed.wait()
+        published.has_more = False
+        events.close()
+
+    asyncio.run(main())

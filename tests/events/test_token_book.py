@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange, Tier
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange, Tier, TierEnded
 from kvcached.core.slots.announced import Announced
 from kvcached.events import stream, token_book, wire
 from kvcached.events.stream import EventStream
@@ -66,17 +66,15 @@ def test_tokens_of_known_blocks_are_told(book: TokenBook) -> None:
 
 
 def test_other_namespaces_are_not_told_of(book: TokenBook) -> None:
-    """Tokens of a namespace that the configuration does not name are neither wanted nor kept, nor after `stop`."""
+    """Tokens of a namespace that the configuration does not name are neither wanted nor kept."""
     assert book.wants(announced(DEVICE))
     assert not book.wants(announced(OTHER))
     assert not book.wants(None)
     book.note(announced(OTHER), keys(1), tokens(1))
     book.note(None, keys(1), tokens(1))
     assert not book.tables
-
-    book.stop()
-
-    assert not book.wants(announced(DEVICE))
+    assert book.wants(announced(DEVICE), "llama")
+    assert not book.wants(announced(DEVICE), "another name of it")
 
 
 def test_tokens_that_do_not_fit_the_blocks_are_refused(book: TokenBook) -> None:
@@ -293,19 +291,49 @@ def test_nothing_stays_of_a_namespace_that_is_gone() -> None:
     assert (known(book, DEVICE, 1, 2), given_up, book.tables) == ([(BlocksStored, b"", keys(1, 2))], [SIZE], {})
 
 
-def test_stopped_book_keeps_nothing(book: TokenBook) -> None:
-    """Where events cannot be published, no tokens are kept, nor those of an earlier daemon."""
+def test_tokens_behind_an_eviction_that_is_not_published_stay(book: TokenBook) -> None:
+    """Tokens that are told again when their block has just left its tier wait for the next copy."""
+    changes: list[IndexChange] = [BlocksStored(DEVICE, b"", keys(1))]
+    book.follow(changes)
     book.note(announced(DEVICE), keys(1), tokens(1))
-    book.stop()
-    book.note(announced(DEVICE), keys(2), tokens(2))
+    changes.append(BlocksRemoved(DEVICE, keys(1)))
+    book.note(announced(DEVICE), keys(1), tokens(1))
+    changes.clear()
+    book.taken()
+    erase(book)
 
-    assert not book.tables
+    assert known(book, DEVICE, 1) == [(TokensStored, b"", keys(1))]
+
+
+def test_clear_leaves_nothing_that_waits(book: TokenBook) -> None:
+    """The end of a tier, as by a clear, is that of what waits in its namespace, and of what may be asked for again."""
+    book.note(announced(DEVICE), keys(1), tokens(1))
+    book.apply([TierEnded(DEVICE)])
+
+    assert book.forgets
+    assert known(book, DEVICE, 1) == [(BlocksStored, b"", keys(1))]
+
+
+def test_table_that_cannot_be_made_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """Without memory for tokens, blocks are told without, and the log says why, once."""
+
+    def refuse(_: int) -> TokenTable:
+        raise OSError(12, "Cannot allocate memory")
+
+    book = TokenBook(lambda _: True, refuse)
+    for _ in range(2):
+        book.note(announced(DEVICE), keys(1), tokens(1))
+
+    assert known(book, DEVICE, 1) == [(BlocksStored, b"", keys(1))]
+    assert caplog.messages == [
+        "routers are not told the tokens of some blocks: there is no memory for them: Cannot allocate memory"
+    ]
 
 
 def test_blocks_leave_some_at_a_time(book: TokenBook, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clear of many blocks is carried out in turns, and changes of many blocks are told in turns."""
     monkeypatch.setattr(token_book, "ERASED_AT_ONCE", 3)
-    monkeypatch.setattr(stream, "BLOCKS_PER_FLUSH_MAX", 4)
+    monkeypatch.setattr(stream, "KEYS_PER_FLUSH_MAX", 4 * (1 + 2))
     changes: list[IndexChange] = [BlocksStored(DEVICE, b"", keys(*range(10)))]
     book.note(announced(DEVICE), keys(*range(10)), tokens(*range(10)))
     tiers = [announced(DEVICE)]

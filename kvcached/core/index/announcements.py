@@ -62,7 +62,7 @@ def inherit(tree: PrefixTree, pool: SlotPool) -> None:
 def end(tree: PrefixTree) -> None:
     """Nothing of a tree is found any more, though something may still be held."""
     for announced in tiers(tree):
-        announced.remove_all()
+        announced.end()
     for pool in tree.members:
         pool.announce(None)
 
@@ -70,5 +70,5 @@ def end(tree: PrefixTree) -> None:
 def renew(tree: PrefixTree, namespace: bytes, generation: int) -> None:
     """All that a tree holds is about to go, and what comes then belongs to another generation."""
     for announced in tiers(tree):
-        announced.remove_all()
+        announced.end()
         announced.rename(namespace, generation)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange, Tier
+from kvcached.core.messages import AllRemoved, BlocksRemoved, BlocksStored, IndexChange, Tier, TierEnded
 from kvcached.core.slots.ranges import Ranges, pairs
 from kvcached_client.types import KEY_SIZE_BYTES
 
@@ -92,6 +92,11 @@ class Announced:
             self._changes.append(BlocksRemoved(self.tier, _rows(self._keys, slots).tobytes()))
         self._known = bytearray(self.slots)
         self.count = 0
+
+    def end(self) -> None:
+        """As `remove_all`, and whatever else is known of the blocks is to be forgotten."""
+        self.remove_all()
+        self._changes.append(TierEnded(self.tier))
 
     def rename(self, namespace: bytes, generation: int) -> None:
         """What comes now belongs to another generation of the namespace."""

@@ -279,7 +279,7 @@ class OffloadAdmission:
             session_ttl_ms=self._cache.session_ttl_ms,
             verify=self._required_share().verify,
             read_only=session.read_only,
-            token_ids=self._book is not None and self._book.wants(self._cache.announced_to(session.id)),
+            token_ids=self._book is not None and self._book.wants(self._cache.announced_to(session.id), request.label),
         )
 
 
