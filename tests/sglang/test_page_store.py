@@ -43,7 +43,7 @@ class SlowStorage:
         found = self.match(keys, tokens, full=full)
         return SimpleNamespace(result=lambda: found)
 
-    def prefetch(self, keys: bytes, _: int, *, full: bool, deadline_ms: int) -> SimpleNamespace:
+    def prefetch(self, keys: bytes, _: int, *, full: bool, deadline_ms: int, token_ids: bytes | None) -> Any:
         assert full
         self.now_s += min(deadline_ms / 1000, 2.0)
         return SimpleNamespace(reason="waiting")
