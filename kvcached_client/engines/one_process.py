@@ -172,10 +172,10 @@ class Silence:
             self._troubles.add(trouble)
             return is_news
 
-    def is_over(self, trouble: str) -> bool:
-        """Whether somebody was told that the daemon is lost, or of this trouble; an engine has a session now."""
+    def is_over(self, troubles: set[str]) -> bool:
+        """Whether somebody was told that the daemon is lost, or of these troubles; an engine has a session now."""
         with self._turn:
-            over = self._troubles & {LOST, trouble}
+            over = self._troubles & {LOST, *troubles}
             self._troubles -= over
             return bool(over)
 
@@ -210,6 +210,7 @@ class OneProcessEngine:
         self._opening = threading.Lock()
         self._retry_at_s = 0.0
         self._trouble = LOST  # why there is no session
+        self._troubles: set[str] = set()  # why there was none since the last one
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[OneProcessSession | None]:
@@ -243,6 +244,7 @@ class OneProcessEngine:
             self._retry_at_s = time.monotonic() + RETRY_S
             if not (is_refused and self._trouble != LOST):  # a refusal may be in other words each time
                 self._trouble = str(error) if is_refused else LOST
+                self._troubles.add(self._trouble)
             is_news = self._silence.is_news(self._trouble, since_s=None if lost is None else lost.since_s)
             is_answered = not self._silence.note(error)
         level = logging.WARNING if is_news else logging.DEBUG
@@ -266,9 +268,10 @@ class OneProcessEngine:
                 return None
             if self._session is None and time.monotonic() >= self._retry_at_s:
                 self._session = self._open()
-                if self._silence.is_over(self._trouble):
+                if self._silence.is_over(self._troubles):
                     self._log.warning("kvcached: the daemon is back")
                 self._trouble = LOST
+                self._troubles.clear()
             return self._session
 
     def _open(self) -> OneProcessSession:

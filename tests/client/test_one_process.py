@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvcached_client.blocks.pages import EnginePages
 from kvcached_client.engines import one_process
 from kvcached_client.engines.one_process import EngineIdentity, OneProcessEngine, Silence
-from kvcached_client.errors import ErrorCode, request_error
+from kvcached_client.errors import DaemonUnreachable, ErrorCode, request_error
 from kvcached_client.protocol.engine import HelloOffload, error_reply
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.offload_rig import layer
@@ -79,3 +81,22 @@ def test_refusals_of_several_engines_are_told_once_each(
             assert has_no_session(engine)
     words = f"kvcached: nothing is stored or loaded until this is corrected: {ErrorCode.BAD_VALUE}: {{}} (what to do)"
     assert warnings(caplog) == [words.format(reason) for reason in "ac"]
+
+
+def test_refusal_is_told_again_where_the_daemon_was_lost_before_it_came_back(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is over once there is a session, also if the daemon was lost in between: the next one is told."""
+    monkeypatch.setattr(one_process, "RETRY_S", 0.0)
+    refusal = request_error(ErrorCode.BAD_VALUE, "what is wrong", "what to do")
+    opened = Mock(side_effect=[refusal, DaemonUnreachable("gone"), Mock(since_s=math.inf), refusal, refusal])
+    monkeypatch.setattr(OneProcessEngine, "_open", opened)
+    with contextlib.closing(engine_on(daemon)) as engine:
+        assert [has_no_session(engine) for _ in range(3)] == [True, True, False]
+        with engine.guarded():
+            raise DaemonUnreachable("gone again")
+        assert [has_no_session(engine) for _ in range(2)] == [True, True]
+    refused = f"kvcached: nothing is stored or loaded until this is corrected: {refusal}"
+    told = warnings(caplog)
+    assert [told[0], told[2], told[4]] == [refused, "kvcached: the daemon is back", refused]
+    assert ["tried again" in told[1], "tried again" in told[3], len(told)] == [True, True, 5]
