@@ -179,7 +179,8 @@ class MessageStream:
         """
         data = encode(message)
         self._socket.settimeout(timeout_s)
-        self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        # No SIGPIPE comes, which would kill a process that does not ignore it.
+        self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data, socket.MSG_NOSIGNAL)
 
     def receive(self, timeout_s: float | None) -> Iterator[bytes]:
         """Read once; the messages that are whole now, perhaps none.

@@ -125,7 +125,7 @@ class AttachConnection:
         if os.getpid() == self._process_id:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(0)
-                self._socket.send(encode_attach(Leave()))
+                self._socket.send(encode_attach(Leave()), socket.MSG_NOSIGNAL)
         self.close()
 
     def close(self) -> None:
@@ -264,11 +264,13 @@ def _ask(
 
 
 def _send(connection: socket.socket, question: Attach) -> None:
+    # No SIGPIPE comes, which would kill a process that does not ignore it. `socket.send_fds` ignores its flags.
     own = _own_pidfd()
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", own))]
     try:
-        socket.send_fds(connection, [encode_attach(question)], own)
+        connection.sendmsg([encode_attach(question)], ancillary, socket.MSG_NOSIGNAL)
     except PermissionError:  # the daemon takes no descriptors: its kernel, which is ours, tells it who we are
-        connection.send(encode_attach(question))
+        connection.send(encode_attach(question), socket.MSG_NOSIGNAL)
     finally:
         for descriptor in own:
             os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -250,11 +251,12 @@ class Connection:
 
         An exception may come behind any instruction, from the handler of a signal such as Ctrl-C. How much was taken is
         noted before that, within one instruction: without it, the next message would be read as the end of this one.
+        No SIGPIPE comes, which would kill a process that does not ignore it.
         """
         taken: list[int] = []
         self._handed_over = () if self._unsent else pieces, taken, len(self._unsent)
         try:
-            taken.extend(map(self._socket.sendmsg, (pieces,)))
+            taken.extend(map(self._socket.sendmsg, (pieces,), ((),), (socket.MSG_NOSIGNAL,)))
         except BlockingIOError:
             pass
         except OSError:
