@@ -80,13 +80,13 @@ class Replies:
         try:
             request = next(steps)
         except StopIteration:
-            return
+            pass
         except KvcachedError as error:
             _log.warning("a call that nobody waits for was not sent: %s", error)
-            return
-        self._channel.abandon(request)
-        steps.close()
-        self.wake()
+        else:
+            self._channel.abandon(request)
+            steps.close()
+        self.wake()  # sending may have read replies, also where nothing was sent
 
     async def arrival(self, request: Request) -> None:
         """Wait until the channel's `receive` returns at once: for the reply, its deadline, or the daemon's end."""
@@ -136,7 +136,10 @@ class Replies:
         """Close, in the thread of the loop: this may be another one, because the garbage collector runs in any."""
         if not self._descriptors:  # it was closed before
             return
-        if self._channel.is_forked or self._loop.is_closed():
+        if self._channel.is_forked:  # the session goes on in the parent
+            self._channel.close()
+            return
+        if self._loop.is_closed():
             self._channel.close()
         else:
             with suppress(RuntimeError):  # the loop was closed just now, and watches nothing

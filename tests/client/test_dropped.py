@@ -181,6 +181,27 @@ def test_forked_child_does_not_warn(connect: Connect) -> None:
     assert is_warned_of(lease)
 
 
+@FORKS
+def test_forked_child_does_not_warn_of_a_client(daemon: FakeDaemon) -> None:
+    """The session of an event loop's client goes on in its parent; the child closes its copies of the sockets."""
+
+    async def work() -> int:
+        clients = [await used(daemon)]
+        descriptors = clients[0][1]
+
+        def drop_it() -> int:
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                drop(clients)
+            return 7 if not caught and not open_fds(descriptors) else 8
+
+        told = in_child(drop_it)
+        async with clients[0][0] as client:
+            assert await client.match(client.chain(range(8))) == 2
+        return told
+
+    assert asyncio.run(work()) == 7
+
+
 def test_interpreter_that_exits_does_not_warn_of_leases(daemon: FakeDaemon) -> None:
     """Its session ends with it."""
     command = [sys.executable, "-W", "always", "-c", _AT_EXIT, str(daemon.run_dir)]

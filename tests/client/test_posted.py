@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,10 +11,13 @@ from functools import partial
 import pytest
 
 from kvcached_client import BadRequest, Client, DaemonUnreachable, DeadlineExceeded, ErrorCode, FailureReason, Refused
+from kvcached_client.aio import AsyncClient
+from kvcached_client.errors import request_error
 from kvcached_client.protocol.engine import Acquire, Bye, Commit, Header, Match, Release, Request
-from kvcached_client.transport.steps import CALLS_UNDER_WAY_MAX
+from kvcached_client.transport.steps import CALLS_UNDER_WAY_MAX, Steps
 from kvcached_client.types import FenceSequence
 from tests.client.fake_daemon import SILENCE, FakeDaemon
+from tests.client.test_aio import arrival, held_reply, is_readable, run
 from tests.client.test_batch import leases_of, refusing
 
 Connect = Callable[..., Client]
@@ -226,3 +230,26 @@ def test_close_takes_the_replies_to_what_was_sent(daemon: FakeDaemon, connect: C
     assert [type(request) for request, _ in daemon.requests[-2:]] == [Release, Bye]
     assert lease.declaration() is None
     assert [type(request) for request, _ in daemon.requests].count(Match) == 0
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_task_whose_reply_a_call_that_is_not_sent_has_read_goes_on(daemon: FakeDaemon, is_refused: bool) -> None:
+    """In an event loop, a posted call that sends nothing in the end wakes the tasks whose replies came meanwhile."""
+
+    async def work(client: AsyncClient) -> bool:
+        def sending_nothing() -> Steps[None]:
+            client._channel._poll(0)  # reads what has come
+            if is_refused:
+                raise request_error(ErrorCode.LIMIT, "too many", "wait")
+            yield from ()
+
+        has_come, reply = arrival(daemon, Match), held_reply(daemon, Match)
+        waiting = asyncio.ensure_future(client.match(client.chain(range(8))))
+        assert await has_come()
+        reply.set()
+        assert is_readable(client)  # and the loop has not seen it
+        client.post(sending_nothing())
+        done, _ = await asyncio.wait([waiting], timeout=1)
+        return waiting in done
+
+    assert run(daemon, work)
