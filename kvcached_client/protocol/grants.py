@@ -293,8 +293,11 @@ def check_real(what: str, number: object) -> float:
     Raises:
         BadRequest: it is something else.
     """
-    if isinstance(number, Real) and not isinstance(number, bool):
-        return float(number)
+    try:
+        if isinstance(number, Real) and not isinstance(number, bool):
+            return float(number)
+    except OverflowError:  # a whole number may have any size, and too many digits to be printed
+        raise bad_value(f"{what} is too large", "give a number up to 1e308") from None
     raise bad_value(f"{what} {number!r}", "give a number")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, cast
 
 import numpy as np
@@ -186,6 +187,13 @@ def test_numbers_of_numpy_are_numbers(offload: OffloadClient, call: str) -> None
     words = f"{call.partition(' ')[0]} 'many' .give a (whole )?number"
     with pytest.raises(BadRequest, match=words):
         OFFLOAD_CALLS[call](offload, "many")
+
+
+@pytest.mark.parametrize("number", [10**400, 10**5000, Fraction(10**400, 3)], ids=["large", "unprintable", "fraction"])
+def test_number_that_no_message_can_hold_is_refused(offload: OffloadClient, number: Any) -> None:
+    """One of any size is told as a mistake of the caller, with the name of its argument."""
+    with pytest.raises(BadRequest, match=r"prefill_tokens_per_s is too large .give a number up to 1e308"):
+        offload.prefetch(bytes(16), 17, prefill_tokens_per_s=number)
 
 
 def test_deadlines_and_shards_of_numpy_are_numbers(daemon: FakeDaemon) -> None:
