@@ -41,5 +41,6 @@ def _is_first_of_node(parallel: Any) -> bool:  # noqa: ANN401 - SGLang's
     node has equally many of those of a pipeline stage.
     """
     nodes_of_stage = max(parallel.nnodes // parallel.pp_size, 1)
-    is_first_of_node = parallel.tp_rank % (parallel.tp_size // nodes_of_stage) == 0
+    ranks_of_node = max(parallel.tp_size // nodes_of_stage, 1)
+    is_first_of_node = parallel.tp_rank % ranks_of_node == 0
     return bool(is_first_of_node or parallel.attn_tp_rank == 0)

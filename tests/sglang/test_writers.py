@@ -30,7 +30,7 @@ def make_rank(make: Make, fake: FakeSglang, tmp_path: Path) -> MakeRank:
     """
 
     def make_rank(rank: int, ranks: int, *, nodes: int = 1, stages: int = 1, context: int = 1, groups: int = 1) -> Any:
-        per_node = ranks // max(nodes // stages, 1)
+        per_node = max(ranks // max(nodes // stages, 1), 1)
         attention = ranks // context // groups
         fake.parallel = Parallel(rank, ranks, rank % attention, stages, nodes)
         told = (rank % attention, attention) if groups > 1 else (rank, ranks)
@@ -53,6 +53,7 @@ def make_rank(make: Make, fake: FakeSglang, tmp_path: Path) -> MakeRank:
         (4, {}, [0]),
         (4, {"nodes": 2}, [0, 2]),
         (2, {"nodes": 2}, [0, 1]),
+        (2, {"nodes": 4}, [0, 1]),
         (2, {"nodes": 2, "stages": 2}, [0]),
         (2, {"nodes": 4, "stages": 2}, [0, 1]),
         (4, {"context": 2}, [0, 2]),
