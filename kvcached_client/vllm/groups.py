@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from kvcached_client.blocks.canonical import canonical_layout
 from kvcached_client.blocks.host_layout import CanonicalLayout
 from kvcached_client.blocks.pages import EnginePages
-from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, VllmObject, kv_heads
+from kvcached_client.vllm.settings import KvCacheConfig, VllmConfig, VllmObject, canonical_heads
 
 #: Whatever the order in memory, vLLM's tensor of a layer is [blocks, heads, tokens, content].
 _HEAD_DIMENSION: Final = -3
@@ -109,7 +109,7 @@ def canonical_of(pages: EnginePages, config: VllmConfig, cache: KvCacheConfig) -
     ):
         return None
     ranks = config.parallel_config.tensor_parallel_size
-    return canonical_layout(pages, ranks, kv_heads(config), _HEAD_DIMENSION)
+    return canonical_layout(pages, ranks, canonical_heads(config), _HEAD_DIMENSION)
 
 
 def tensors_of(kv_caches: Mapping[str, VllmObject], config: VllmConfig) -> dict[str, VllmObject]:

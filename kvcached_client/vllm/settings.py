@@ -15,6 +15,8 @@ SUPPORTED_BELOW: Final = (0, 34)
 _KV_HEADS: Final = re.compile("(key_value|kv)_heads")
 #: What vLLM reads for all layers, or passes over: models whose query heads share one may have any number there.
 _KV_HEADS_OF_ALL: Final = frozenset({"num_key_value_heads", "num_kv_heads"})
+#: How names begin of numbers of heads of layers that are not in the blocks.
+_OF_OTHER_LAYERS: Final = ("cross_", "encoder_")
 
 _RELEASE: Final = re.compile(r"(\d+)\.(\d+)(?:\D|$)")
 
@@ -264,16 +266,30 @@ def kv_heads(config: VllmConfig) -> int:
     return _heads(config.model_config)
 
 
+def canonical_heads(config: VllmConfig) -> int:
+    """KV heads of each layer, where all have equally many.
+
+    That is vLLM's number; tensors tell where some layers have more. Only an only head, which ranks repeat, looks in the
+    tensors of several ranks like one of several heads, which they divide.
+    """
+    named = _named_heads(config.model_config)
+    return named if named > 1 else kv_heads(config)
+
+
 def _heads(model: VllmConfig) -> int:
     """The most that a layer has. VLLM names one number for all layers, which may be that of the first one."""
+    return max([_named_heads(model), *_further_heads(model.hf_text_config.to_dict())])
+
+
+def _named_heads(model: VllmConfig) -> int:
     named: int = 1 if model.use_mla else model.get_total_num_kv_heads()
-    return max([named, *_further_heads(model.hf_text_config.to_dict())])
+    return named
 
 
 def _further_heads(config: Mapping[str, Any]) -> Iterator[int]:
     """Numbers of KV heads that a model's configuration names for some layers only."""
     for name, value in config.items():
-        if _KV_HEADS.search(name) and name not in _KV_HEADS_OF_ALL:
+        if _KV_HEADS.search(name) and name not in _KV_HEADS_OF_ALL and not name.startswith(_OF_OTHER_LAYERS):
             yield from [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
     yield _field(config.get("attention_other_setting"), "num_attention_groups") or 0  # Step 3.5
     for block in config.get("block_configs") or ():  # Nemotron NAS

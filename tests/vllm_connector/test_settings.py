@@ -12,6 +12,7 @@ import pytest
 
 from kvcached_client.vllm.settings import (
     Settings,
+    canonical_heads,
     check_config,
     check_device_memory,
     check_version,
@@ -306,6 +307,7 @@ def test_blocks_are_the_same_on_all_ranks_where_there_is_one_head(
         ({"num_attention_heads": 8, "block_configs": [layers(8), layers(None)]}, True),
         ({"swa_num_key_value_heads": 1, "cross_num_key_value_heads": None, "attention_other_setting": {}}, True),
         ({"multi_query": True, "num_kv_heads": 71}, True),
+        ({"cross_num_key_value_heads": 8, "encoder_kv_heads": [8, 8]}, True),
     ],
 )
 @pytest.mark.parametrize("use_mla", [False, True])
@@ -317,6 +319,14 @@ def test_blocks_are_not_the_same_where_some_layers_have_more_heads(
     config.model_config.get_total_num_kv_heads = lambda: 1
     config.model_config.hf_config.config = named
     assert is_replicated(config, has_states=False) is expected
+
+
+@pytest.mark.parametrize(("named", "most", "expected"), [(2, 8, 2), (8, 2, 8), (1, 4, 4), (1, 1, 1)])
+def test_heads_of_the_canonical_layout_are_those_that_vllm_names(named: int, most: int, expected: int) -> None:
+    """A number for some layers, which there may be none of, changes them only where it tells heads from an only one."""
+    config = vllm_config(model_config__get_total_num_kv_heads=lambda: named)
+    config.model_config.hf_config.config = {"swa_num_key_value_heads": most}
+    assert canonical_heads(config) == expected
 
 
 def test_each_rank_of_each_pipeline_stage_has_a_part_of_a_block() -> None:
