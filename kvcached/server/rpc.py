@@ -102,6 +102,7 @@ class RpcServer:
     def close(self) -> None:
         """Stop serving and remove the socket. Replies that are on their way have a moment to leave."""
         if self._loop is None or self._listener is None:
+            self._ready.close()  # of a place that could not be bound
             return
         self._loop.remove_reader(self._ready.fileno())
         self._listener.close()

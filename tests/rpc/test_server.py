@@ -412,3 +412,19 @@ def test_replies_before_a_violation_arrive(serve: Callable[[], Serving]) -> None
             peer.socket.sendall(b"".join(messages) + b"\xff" * 9)
         assert [peer.reply() for _ in messages] == [Goodbye(id=1), Goodbye(id=2), Goodbye(id=3)]
         assert peer.receive() is None
+
+
+def test_place_that_cannot_be_bound_costs_no_descriptor(tmp_path: Path) -> None:
+    """A daemon that tries again every few seconds, for as long as the port is taken, has as many open as before."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    servers = []
+
+    async def fail() -> None:
+        for _ in range(20):
+            servers.append(RpcServer(LocalDoor(tmp_path / "missing" / "rpc.sock", Access()), Handler()))
+            with pytest.raises(FileNotFoundError):
+                servers[-1].start(asyncio.get_running_loop())
+            servers[-1].close()
+
+    asyncio.run(fail())
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
