@@ -172,7 +172,7 @@ def _make_disk(disk: Path) -> str:
     directory = shlex.quote(str(disk))
     return f"""mkdir -p -m 700 {directory}
     (for a daemon of this user; under systemd, which starts no unit without the directory, as root instead:
-    useradd --system kvcached && install -d -m 700 -o kvcached {directory})"""
+    id kvcached >/dev/null 2>&1 || useradd --system kvcached; install -d -m 700 -o kvcached {directory})"""
 
 
 @click.command(epilog=EPILOG)

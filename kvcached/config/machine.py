@@ -92,7 +92,7 @@ def warnings_of(config: Config) -> Iterator[str]:
             check_run_dir(config.run_dir)
         except RunDirUnusable as error:
             what, _, fix = str(error).rpartition("; ")
-            yield f"{what}: a daemon of this user and environment does not start there; {fix}"
+            yield f"{what}, so that a daemon of this user and environment does not start there; {fix}"
 
 
 def memory_needed(config: Config) -> tuple[int, str]:

@@ -63,7 +63,8 @@ def claim_run_dir(run_dir: Path) -> tuple[int, AbstractContextManager[object]]:
 
 
 def _unusable(run_dir: Path, error: OSError) -> RunDirUnusable:
-    what = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    is_named = error.filename and Path(error.filename) != run_dir
+    what = f"{error.strerror}: {error.filename}" if is_named else error.strerror
     return RunDirUnusable(f"run directory {run_dir}: {what}; mend that, or choose another run_dir")
 
 

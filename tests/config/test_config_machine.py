@@ -435,8 +435,10 @@ def test_run_directory_that_nobody_wrote_is_no_mistake(
 
     check_machine(config, is_trial=True)
     (warning,) = warnings_of(config)
-    assert warning.startswith(f"run directory {tmp_path}/file: Not a directory")
-    assert "a daemon of this user and environment does not start there; mend that" in warning
+    assert warning == (
+        f"run directory {tmp_path}/file: Not a directory, so that a daemon of this user and environment does not start "
+        "there; mend that, or choose another run_dir"
+    )
     assert "Not a directory" in next_problems(config)[0]
 
 
@@ -450,7 +452,7 @@ def test_root_is_warned_of_a_run_directory_of_another_user(tmp_path: Path) -> No
 
     check_machine(config, is_trial=True)
     (warning,) = warnings_of(config)
-    assert warning.startswith(f"{config.run_dir} belongs to user 1001, and this is user 0: a daemon of this user and")
+    assert warning.startswith(f"{config.run_dir} belongs to user 1001, and this is user 0, so that a daemon of this")
 
 
 @pytest.mark.parametrize("user", [65534, 0])
@@ -489,7 +491,8 @@ def test_run_directory_on_a_file_system_that_may_only_be_read_is_refused_before(
 
     (refused,) = problems(tmp_path, HOST)
     (before_restart,) = next_problems(config)
-    assert f"Read-only file system: {config.run_dir if is_there else tmp_path}; mend that" in before_restart
+    place = "" if is_there else f": {tmp_path}"
+    assert f"run directory {config.run_dir}: Read-only file system{place}; mend that" in before_restart
     assert refused == before_restart.replace(f"{tmp_path}/", "")
 
 
