@@ -70,8 +70,7 @@ class RpcServer:
         # tells of such a socket once and then stops watching it: what is read then may not be its end yet.
         self._ready = select.epoll()
         self._watched: dict[int, Connection] = {}
-        self._buffer = bytearray(RECEIVE_BYTES_MAX)
-        self._received = memoryview(self._buffer)
+        self._received = memoryview(bytearray(RECEIVE_BYTES_MAX))
         self._queues: dict[Hashable, deque[Connection]] = {}  #: that wait for their next turn, by owner
         self._rotation = 0  #: who is first of those that are ready
         self._held = HeldBytes()
@@ -157,7 +156,7 @@ class RpcServer:
             self._take(connection, b"")
             return 1
         try:
-            size = connection.socket.recv_into(self._buffer)
+            size = connection.socket.recv_into(self._received)
         except BlockingIOError:
             return 0
         except OSError:
