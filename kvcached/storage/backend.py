@@ -51,7 +51,15 @@ class StorageGone(Exception):
     """What a backend has opened is no longer what its settings name, so that it has to be opened anew.
 
     From any method; the storage process then ends, and the next one opens the backend. The message says why.
+
+    Args:
+        why: in words.
+        can_open: whether it can be opened now. While it cannot, a local disk is left out, and the service goes on.
     """
+
+    def __init__(self, why: str, *, can_open: bool = True) -> None:
+        super().__init__(why)
+        self.can_open = can_open
 
 
 class RecordUnusable(StorageUnusable):

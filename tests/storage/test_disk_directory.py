@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvcached.storage.backend import DONE, Outcome, StorageGone, StorageUnusable
 from kvcached.storage.disk.backend import open_disk
-from kvcached.storage.disk.directory import refusal
+from kvcached.storage.disk.directory import refusal, take_directory
 from tests.storage.disks import get, opened, put, there
 
 
@@ -49,7 +50,7 @@ def test_two_backends_never_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced", "emptied", "a file"])
+@pytest.mark.parametrize("how", ["removed", "replaced", "emptied", "a file", "of others"])
 def test_directory_that_is_gone_is_opened_anew(tmp_path: Path, how: str) -> None:
     """Nothing is read from files without a name: the next one to open it finds an empty directory that works."""
     path = tmp_path / "d"
@@ -61,20 +62,55 @@ def test_directory_that_is_gone_is_opened_anew(tmp_path: Path, how: str) -> None
                 each.unlink()
         else:
             path.rename(tmp_path / "before")
-        if how == "replaced":
+        if how in {"replaced", "of others"}:
             path.mkdir(mode=0o700)
+        if how == "of others":
+            (path / "README").touch()
         elif how == "a file":
             path.touch()
 
-        with pytest.raises(StorageGone, match=f"{path} was removed or replaced"):
+        with pytest.raises(StorageGone, match=f"{path} was removed or replaced") as gone:
             there(storage, range(1, 2))
+        assert gone.value.can_open == (how not in {"a file", "of others"})
+        with pytest.raises(OSError, match=f"{path} was removed or replaced"):
+            put(storage, 2)
     if how == "a file":
         path.unlink()
+    elif how == "of others":
+        assert [each.name for each in path.iterdir()] == ["README"]
+        (path / "README").unlink()
 
     with opened(path) as storage:
         assert there(storage, range(1, 2)) == set()
         assert put(storage, 2) == [Outcome.DONE]
         assert there(storage, range(2, 3)) == {2}
+
+
+def test_lock_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """It is an empty file: storage goes on without an interruption, and still nobody else can take the directory."""
+    path = tmp_path / "d"
+    with opened(path) as storage:
+        put(storage, 1)
+        (path / "lock").unlink()
+        assert there(storage, range(1, 3)) == {1}
+        with pytest.raises(StorageUnusable, match="another process uses"), opened(path):
+            pass
+        assert put(storage, 2) == [Outcome.DONE]
+    with opened(path) as storage:
+        assert there(storage, range(1, 3)) == {1, 2}
+
+
+def test_who_takes_a_directory_without_a_lock_has_it(tmp_path: Path) -> None:
+    """Two never use one directory: who finds the lock of another in it uses it no more."""
+    path = tmp_path / "d"
+    with opened(path) as storage:
+        put(storage, 1)
+        (path / "lock").unlink()
+        (path / "lock").touch()
+
+        with closing(take_directory(path)), pytest.raises(StorageGone) as gone:
+            there(storage, range(1, 2))
+        assert not gone.value.can_open
 
 
 def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:

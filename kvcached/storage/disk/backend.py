@@ -9,7 +9,6 @@ If the index is missing or damaged, all files are deleted, and an empty index ta
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 import time
@@ -30,7 +29,7 @@ from kvcached.storage.backend import (
     no_progress,
 )
 from kvcached.storage.disk.catalog import DiskCatalog, Place, Slot
-from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings, is_there, take_directory, validated
+from kvcached.storage.disk.directory import INDEX_NAME, DiskSettings, can_take, take_directory, validated
 from kvcached.storage.disk.index import IndexDamaged, sync_log
 from kvcached.storage.disk.slots import has_no_room, lack_of_room, slot_bytes_for
 
@@ -55,14 +54,14 @@ class DiskStorage(Storage):
         self._lock = threading.Lock()
         with ExitStack() as undo:
             self._claim = take_directory(settings.directory)
-            undo.callback(os.close, self._claim)
+            undo.callback(self._claim.close)
             self._catalog = DiskCatalog(settings, clock_ns)
             undo.pop_all()
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bool]:
         """As the index says, if that is still in the directory of the settings."""
-        if not is_there(self._directory, self._claim):
-            raise StorageGone(f"disk storage: {self._directory} was removed or replaced while it was used")
+        if not self._claim.is_there():
+            raise StorageGone(self._gone(), can_open=can_take(self._directory))
         with self._locked() as catalog:
             found = catalog.find(keys)
         return [key in found for key in keys]
@@ -78,7 +77,9 @@ class DiskStorage(Storage):
             return catalog.settle(places, results)
 
     def put(self, blocks: Sequence[Block], *, timeout_s: float) -> list[Result]:
-        """Write what is not there yet."""
+        """Write what is not there yet, and nothing into another directory that has come into the place of this one."""
+        if not self._claim.is_there():
+            raise OSError(self._gone())
         with self._locked() as catalog:
             held = catalog.held(blocks)
         wanted = [block for block in blocks if block.key not in held]
@@ -127,7 +128,10 @@ class DiskStorage(Storage):
             with self._lock:
                 self._catalog.close()
         finally:
-            os.close(self._claim)
+            self._claim.close()
+
+    def _gone(self) -> str:
+        return f"disk storage: {self._directory} was removed or replaced while it was used"
 
     @contextmanager
     def _locked(self) -> Iterator[DiskCatalog]:

@@ -6,6 +6,8 @@ import fcntl
 import os
 import re
 import stat
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -64,8 +66,59 @@ def validated(settings: dict[str, object]) -> DiskSettings:
     return checked(DiskSettings, settings, "disk")
 
 
-def take_directory(path: Path) -> int:
-    """Create the directory if it does not exist, and lock it; returns a descriptor that holds the lock until closed.
+class Claim:
+    """A directory that was taken.
+
+    Args:
+        path: where it was.
+        directory: its descriptor. While it is open, no other directory has its number.
+        lock: the descriptor that holds the lock.
+    """
+
+    def __init__(self, path: Path, directory: int, lock: int) -> None:
+        self._path, self._directory, self._held = path, directory, lock
+        self._checking = threading.Lock()
+
+    def is_there(self) -> bool:
+        """Whether nobody has removed, replaced or emptied the directory, or taken it, since it was taken.
+
+        A lock file that somebody has deleted is made again, so that nobody else takes the directory.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        try:
+            now = self._path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if not os.path.samestat(now, os.fstat(self._directory)):
+            return False
+        with self._checking:
+            try:
+                lock = os.lstat(_LOCK_NAME, dir_fd=self._directory)
+            except FileNotFoundError:
+                return self._is_locked_again()
+            return os.path.samestat(lock, os.fstat(self._held))
+
+    def close(self) -> None:
+        """Let others take it."""
+        os.close(self._held)
+        os.close(self._directory)
+
+    def _is_locked_again(self) -> bool:
+        if not (self._path / INDEX_NAME).exists():
+            return False  # it was emptied
+        try:
+            lock = _lock(self._directory, self._path)
+        except StorageUnusable:  # another process was faster
+            return False
+        os.close(self._held)
+        self._held = lock
+        return True
+
+
+def take_directory(path: Path) -> Claim:
+    """Create the directory if it does not exist, and lock it until the claim is closed.
 
     Raises:
         StorageUnusable: another process uses it, it belongs to another user, it has other files, or it is a link.
@@ -74,32 +127,29 @@ def take_directory(path: Path) -> int:
     if path.is_symlink():
         raise StorageUnusable(f"disk storage: {path} {'; '.join(_behind_link(path))}")
     path.mkdir(mode=_MODE, parents=True, exist_ok=True)
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with ExitStack() as undo:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        undo.callback(os.close, directory)
         state = os.fstat(directory)
         if state.st_uid != os.geteuid():
             raise StorageUnusable(f"disk storage: {path} belongs to user {state.st_uid}; name another directory")
         if other := _other_file(path):
             raise StorageUnusable(f"disk storage: {path} holds other files, as {other}; name an empty directory")
         lock = _lock(directory, path)
+        undo.callback(os.close, lock)
         if stat.S_IMODE(state.st_mode) != _MODE:
             os.fchmod(directory, _MODE)
-        return lock
-    finally:
-        os.close(directory)
+        undo.pop_all()
+    return Claim(path, directory, lock)
 
 
-def is_there(path: Path, lock: int) -> bool:
-    """Whether the directory is still the one that a lock was taken in: nobody has removed or replaced it since.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
+def can_take(path: Path) -> bool:
+    """Whether `take_directory` takes what is there now; it makes what is missing, as that does."""
     try:
-        now = (path / _LOCK_NAME).lstat()
-    except (FileNotFoundError, NotADirectoryError):
+        take_directory(path).close()
+    except (StorageUnusable, OSError):
         return False
-    return os.path.samestat(now, os.fstat(lock))
+    return True
 
 
 def refusal(path: Path) -> tuple[str, str] | None:

@@ -73,9 +73,9 @@ class Side:
         try:
             answer = ask(self._backend)
             why = failure_in(answer)
-        except StorageGone:  # which leaving it out does not mend
-            raise
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything
+        except Exception as error:
+            if isinstance(error, StorageGone) and error.can_open:  # in another process: leaving it out does not mend it
+                raise
             answer, why = None, f"{type(error).__name__}: {error}"
         if not why and (took_s := self._clock_s() - began_s) > slow_s:
             why = f"a call took {took_s:.1f} s"

@@ -61,6 +61,19 @@ def test_backend_that_has_to_be_opened_anew_is_not_left_out(side: Side) -> None:
     assert not side.is_out
 
 
+def test_backend_that_cannot_be_opened_anew_is_left_out(side: Side, clock: Clock) -> None:
+    """Another process would not get it either: the other backend goes on alone until it can be opened."""
+    backend_of(side).error = StorageGone("it was replaced", can_open=False)
+    assert asked(side)
+    assert (side.is_out, side.trouble) == (True, "StorageGone: it was replaced")
+    assert not asked(side)
+    clock.now_s += FIRST_PAUSE_S
+    backend_of(side).error = StorageGone("it was replaced")
+
+    with pytest.raises(StorageGone, match="it was replaced"):
+        asked(side)
+
+
 def test_one_call_tries_and_the_others_do_not_wait(side: Side, clock: Clock) -> None:
     """A service that hangs costs one thread its limit, and not all of them."""
     storage = backend_of(side)
