@@ -129,6 +129,7 @@ class HostCopies:
                 return self._delete(request, progress)
             case Forget():
                 count = self._backend.clear(request.prefix, timeout_s=self._timeout_s, progress=progress)
+                self._note_room()
             case Ping():
                 self._backend.exists([bytes(STORED_KEY_BYTES)], timeout_s=self._timeout_s)
                 count = 0
@@ -150,6 +151,8 @@ class HostCopies:
         keys = [request.prefix + key for key in _split(request.keys)]
         batches = _batches(keys, self._backend.capabilities.batch_blocks, progress)
         count = sum(self._backend.delete(some, timeout_s=self._timeout_s) for some in batches)
+        if count:
+            self._note_room()
         return Done(sequence=request.sequence, count=count, error=self._backend.unsettled(keys))
 
     # --- from storage -----------------------------------------------------------------------------------------------
@@ -235,6 +238,10 @@ class HostCopies:
     def _note(self, stored: StoredKind, results: Sequence[Result]) -> None:
         if self._pauses is not None:
             self._pauses.note(stored.prefix(), results)
+
+    def _note_room(self) -> None:
+        if self._pauses is not None:
+            self._pauses.forget()
 
     def _at_once(self, kind: BlockFormat) -> int:
         """How many blocks one call of the backend is about."""

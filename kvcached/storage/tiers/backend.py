@@ -129,6 +129,8 @@ class TieredStorage(Storage):
             there = self._far.delete(keys, timeout_s=timeout_s)
         finally:
             here = self.refills.without(lambda: self._changed(self._disk.delete(keys, timeout_s=timeout_s)))
+        if there:
+            self._full.forget()
         return max(here, there)
 
     def unsettled(self, keys: Sequence[bytes]) -> str:
@@ -157,6 +159,7 @@ class TieredStorage(Storage):
             here = self.refills.without(lambda: self._clear(self._disk, prefix, timeout_s, progress))
         for storage in (self._disk, self._far):
             self._cleared.pop((storage, prefix), None)
+        self._full.forget()
         return max(here, there)
 
     def usage(self) -> Usage:
@@ -212,9 +215,13 @@ class TieredStorage(Storage):
                 del self._came[key]
 
     def _put_beyond(self, blocks: Sequence[Block], limit: _Limit) -> list[Result] | None:
-        """Write to the service, unless it had no room a moment ago; all blocks of a call are of one namespace."""
+        """Write to the service, unless it had no room a moment ago; all blocks of a call are of one namespace.
+
+        One that fails now is not full but away: then the answer is that of the disk.
+        """
         prefix = blocks[0].key[:PREFIX_BYTES] if blocks else b""
-        if (refusal := self._full.refusal(prefix)) is not None:
+        is_away = self._far_reads.is_out or self._far_writes.is_out
+        if not is_away and (refusal := self._full.refusal(prefix)) is not None:
             return [refusal] * len(blocks)
         beyond = limit.carry_out(self._far_writes, lambda far, left_s: far.put(blocks, timeout_s=left_s))
         self._full.note(prefix, beyond or ())

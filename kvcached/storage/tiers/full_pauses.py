@@ -14,7 +14,9 @@ from kvcached.process.backoff import BackOff
 from kvcached.storage.backend import Outcome, Result
 
 FIRST_PAUSE_S: Final = 1.0
-LONGEST_PAUSE_S: Final = 30.0
+#: Less than the time of a block's tries (`kvcached.core.transfers.storage_copies`): what is refused within one pause
+#: was not tried, so no block is given up for a refusal of long ago.
+LONGEST_PAUSE_S: Final = 2.0
 #: Of which it is remembered that they are refused: there are fewer namespaces, unless engines come and go.
 PREFIXES_MAX: Final = 256
 
@@ -66,6 +68,11 @@ class FullPauses:
                 self._begin(pause or self._new(prefix), self._clock_s(), full)
             elif full is None and pause is not None and pause.is_tried:
                 pause.until_s, pause.is_tried = self._clock_s(), False
+
+    def forget(self) -> None:
+        """There may be room now: blocks were deleted."""
+        with self._lock:
+            self._pauses.clear()
 
     def _begin(self, pause: _Pause, now_s: float, full: Result) -> None:
         pause.until_s, pause.is_tried, pause.refusal = now_s + pause.lengths.pause_s(), False, full
