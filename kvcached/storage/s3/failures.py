@@ -32,6 +32,8 @@ _KINDS: Final = {
 #: Codes of services that have no room: of AWS's directory buckets, Ceph, MinIO and others.
 _FULL: Final = re.compile(r"Quota|StorageFull|InsufficientStorage|NoSpace|StorageLimit")
 _INSUFFICIENT_STORAGE: Final = 507
+#: The service has refused the request, and will not carry it out.
+_REFUSED: Final = frozenset({*range(400, 500), _INSUFFICIENT_STORAGE})
 _OK: Final = 200
 
 
@@ -87,8 +89,11 @@ def _answer(text: str) -> Failure | None:
 
 
 def is_unanswered(outcome: object) -> bool:
-    """Whether a request has failed without an answer, so that the service may have carried it out, or still will."""
-    return isinstance(outcome, BaseException) and not failure(outcome).status
+    """Whether a request has failed without a refusal, so that the service may have carried it out, or still will.
+
+    Other errors than refusals come from gateways, too, which do not know what becomes of a request that they passed on.
+    """
+    return isinstance(outcome, BaseException) and failure(outcome).status not in _REFUSED
 
 
 def result_of(error: BaseException) -> Result:

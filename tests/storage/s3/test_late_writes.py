@@ -79,12 +79,25 @@ def test_late_write_is_deleted_though_nobody_has_seen_it(fake: FakeS3, storage: 
     assert (asked, [method for method, _ in fake.requests]) == (0, ["HEAD", "HEAD", "POST"])
 
 
-def test_answered_writes_are_settled(fake: FakeS3, storage: S3Storage) -> None:
+@pytest.mark.parametrize("refusal", [(400, "InvalidRequest"), (403, "AccessDenied"), (507, "XMinioStorageFull")])
+def test_refused_writes_are_settled(fake: FakeS3, storage: S3Storage, refusal: tuple[int, str]) -> None:
     """A service that refuses a write does not carry it out later."""
-    fake.plan.append((403, "AccessDenied"))
-    storage.put([stored(1)], timeout_s=TIMEOUT_S)
+    fake.plan.extend([refusal] * 3)
+    (result,) = storage.put([stored(1)], timeout_s=TIMEOUT_S)
 
+    assert result.outcome is not Outcome.DONE
     assert storage.unsettled([key(1)]) == ""
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_answer_of_a_gateway_settles_nothing(fake: FakeS3, storage: S3Storage, status: int) -> None:
+    """It has passed the write on, and gives up: the service behind it may carry it out all the same."""
+    fake.plan.extend([(status, "")] * 3)
+    (result,) = storage.put([stored(1)], timeout_s=TIMEOUT_S)
+    assert (result.outcome, str(status) in result.detail) == (Outcome.FAILED, True)
+    assert storage.delete([key(1), key(2)], timeout_s=TIMEOUT_S) == 0
+
+    assert "writes of 1 blocks got no answer" in storage.unsettled([key(1), key(2)])
 
 
 def test_stages_before_the_service_pass_it_on(fake: FakeS3, storage: S3Storage, tmp_path: Path) -> None:
