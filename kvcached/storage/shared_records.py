@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcached.storage.backend import RecordUnusable, Storage, VersionedRecord
+from kvcached.storage.backend import RecordUnusable, Storage
 from kvcached.storage.messages import Done, ReadRecord, WriteRecord
 
 #: Of what a service calls a version: it goes into a message.
@@ -33,7 +33,7 @@ class SharedRecords:
         """Read or write the record.
 
         Raises:
-            Exception: the backend cannot, or keeps what is no record.
+            Exception: the backend cannot, or tells a version that cannot be sent.
         """
         if isinstance(request, ReadRecord):
             return self._read(request.sequence, request.known)
@@ -54,14 +54,11 @@ class SharedRecords:
             return Done(sequence=sequence)
         if _checked(record.version) == known:
             return Done(sequence=sequence, version=known)
-        return Done(sequence=sequence, count=self._copied(record), version=record.version)
-
-    def _copied(self, record: VersionedRecord) -> int:
-        size_bytes = len(record.data)
-        if size_bytes > self._memory.nbytes:
-            raise ValueError(f"a record of generations of {size_bytes} bytes, at most {self._memory.nbytes}")
+        if (size_bytes := len(record.data)) > self._memory.nbytes:
+            why = f"it has {size_bytes} bytes, and a record of generations at most {self._memory.nbytes}"
+            return Done(sequence=sequence, version=record.version, error=why)
         self._memory[:size_bytes] = record.data
-        return size_bytes
+        return Done(sequence=sequence, count=size_bytes, version=record.version)
 
 
 def _checked(version: bytes) -> bytes:

@@ -256,3 +256,19 @@ def test_storage_of_another_key_or_layout_is_cleared_and_used(tmp_path: Path, se
         assert (two.found("b"), two.found("a")) == (BLOCKS, 0)
     with machine(tmp_path / "three", after) as three:
         assert three.found("b") == BLOCKS
+
+
+@pytest.mark.parametrize("kind", ["string", "too large"])
+def test_what_is_no_record_is_replaced_by_a_clear(tmp_path: Path, server: Server, kind: str) -> None:
+    """Whatever is in its place: storage waits, says how to go on, and that works."""
+    if kind == "string":
+        server.ask("SET", "kvcached:record", "x")
+    else:
+        server.ask("HSET", "kvcached:record", "version", "v", "data", "x" * (5 << 20))
+    with machine(tmp_path / "one", shared(server)) as one:
+        assert "kvcached storage clear replaces it" in report(one.daemon).why
+        with Admin.connect(one.daemon.run_dir, deadline_ms=20_000) as admin:
+            assert admin.storage("clear").state == LinkState.READY
+        one.store("a")
+        assert one.found("a") == BLOCKS
+    assert server.ask("TYPE", "kvcached:record") == b"hash"

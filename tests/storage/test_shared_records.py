@@ -91,11 +91,10 @@ def test_no_record_has_no_version() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        VersionedRecord(bytes(SHARED_RECORD_BYTES_MAX + 1), b"1"),
         VersionedRecord(b"x", b""),
         VersionedRecord(b"x", bytes(VERSION_BYTES_MAX + 1)),
     ],
-    ids=["too large", "without a version", "of a version that fits into no message"],
+    ids=["without a version", "of a version that fits into no message"],
 )
 def test_what_is_no_record_is_refused(record: VersionedRecord) -> None:
     """A backend may return anything: it is an error of the call, and nothing is written into the memory."""
@@ -105,6 +104,19 @@ def test_what_is_no_record_is_refused(record: VersionedRecord) -> None:
     with pytest.raises(ValueError, match=r"of \d+ bytes"):
         rig.records.carry_out(READ)
     assert bytes(rig.memory) == bytes(SHARED_RECORD_BYTES_MAX)
+
+
+def test_record_that_is_too_large_can_be_replaced() -> None:
+    """It is told with its version, and nothing is written into the memory."""
+    rig = Rig()
+    rig.shelf.record = VersionedRecord(bytes([1]) * (SHARED_RECORD_BYTES_MAX + 1), b"1")
+
+    done = rig.records.carry_out(READ)
+    assert (done.failed, done.count, done.version) == (False, 0, b"1")
+    assert f"it has {SHARED_RECORD_BYTES_MAX + 1} bytes" in done.error
+    assert bytes(rig.memory) == bytes(SHARED_RECORD_BYTES_MAX)
+    assert rig.records.carry_out(ReadRecord(sequence=1, known=b"1")) == Done(sequence=1, version=b"1")
+    assert rig.write(b"a record", b"1").written == 1
 
 
 class Wire:

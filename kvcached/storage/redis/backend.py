@@ -23,6 +23,7 @@ from kvcached.storage.backend import (
     Block,
     Capabilities,
     Outcome,
+    RecordUnusable,
     Result,
     Storage,
     Usage,
@@ -40,11 +41,24 @@ BYTES_AT_ONCE_MAX: Final = 16 << 20
 _KEYS_PER_STEP: Final = b"4000"
 _VERSION_BYTES: Final = 16
 
+#: What stands for the version of a key of another type in the place of the record.
+_NO_HASH: Final = b"no hash"
+
 #: Writes the record if it has the version that is expected, also where the server has no memory left: a namespace can
 #: then still be cleared.
 _WRITE_RECORD: Final = b"""#!lua flags=allow-oom
-if (redis.call('HGET', KEYS[1], 'version') or '') ~= ARGV[1] then
+local version = redis.pcall('HGET', KEYS[1], 'version') or ''
+if type(version) == 'table' then
+    if not string.find(version.err, 'WRONGTYPE', 1, true) then
+        return version
+    end
+    version = 'no hash'
+end
+if version ~= ARGV[1] then
     return 0
+end
+if version == 'no hash' then
+    redis.call('UNLINK', KEYS[1])
 end
 redis.call('HSET', KEYS[1], 'version', ARGV[2], 'data', ARGV[3])
 return 1
@@ -132,7 +146,12 @@ class RedisStorage(Storage):
 
     def read_record(self, *, timeout_s: float) -> VersionedRecord | None:
         """The fields of one key. Where there is none, `usage` tells the state after that."""
-        version, data = self._of_record((b"HMGET", self._record, b"version", b"data"), timeout_s, all)
+        try:
+            version, data = self._of_record((b"HMGET", self._record, b"version", b"data"), timeout_s, all)
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            raise RecordUnusable(f"redis storage: the key {self._record.decode()} is no hash", _NO_HASH) from error
         if version is None or data is None:
             self._fullness.expire()
             return None
@@ -239,7 +258,7 @@ def uses_of(settings: RedisSettings) -> list[tuple[bytes, ...]]:
         (b"GET", key),
         (b"EXISTS", key),
         (b"TOUCH", key),
-        # The key is no hash: where these are permitted, they fail.
+        # The key is no hash: where these are permitted, they fail, or change nothing.
         (b"HGET", key, b"version"),
         (b"HMGET", key, b"version", b"data"),
         (b"HSET", key, b"version", b""),

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 from redis.exceptions import RedisError, ResponseError
 
-from kvcached.storage.backend import ABSENT, DONE, UNKNOWN_USAGE, WRONG, Outcome, Storage
+from kvcached.storage.backend import ABSENT, DONE, UNKNOWN_USAGE, WRONG, Outcome, RecordUnusable, Storage
 from kvcached.storage.redis import backend
 from kvcached.storage.redis.backend import RedisStorage
 from kvcached.storage.redis.connections import Connections
@@ -220,6 +220,23 @@ def test_key_of_another_type_is_wrong(server: Server, storage: Storage, request:
     assert is_right(blocks[2], 3)
     assert put(storage, 2) == [Outcome.DONE]
     assert get(storage, 2) == DONE
+
+
+def test_record_of_another_type_can_be_replaced(
+    server: Server, storage: Storage, request: pytest.FixtureRequest
+) -> None:
+    """By who has read that it is none, and by nobody else."""
+    name = f"{request.node.name}:record"
+    server.ask("SET", name, "x")
+    with pytest.raises(RecordUnusable, match=f"the key {name} is no hash") as unusable:
+        storage.read_record(timeout_s=TIMEOUT_S)
+
+    for other in (b"", b"0" * 16):
+        assert storage.write_record(b"record", other, timeout_s=TIMEOUT_S) is None
+    version = storage.write_record(b"record", unusable.value.version, timeout_s=TIMEOUT_S)
+    assert version is not None
+    assert storage.read_record(timeout_s=TIMEOUT_S) == (b"record", version)
+    assert storage.write_record(b"other", unusable.value.version, timeout_s=TIMEOUT_S) is None
 
 
 def test_foreign_keys_are_left_alone(server: Server, storage: Storage, request: pytest.FixtureRequest) -> None:
