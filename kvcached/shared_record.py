@@ -65,6 +65,7 @@ class SharedRecord:
         self._seen_s: float | None = None  #: when the record was last known to be that of the service
         self._is_foreign = False  #: the record that is there is none that this daemon can follow
         self._is_replacing = False  #: somebody has confirmed that it is to be replaced
+        self._cleared_count = 0  #: how often everything was deleted for that
 
     def age_ms(self) -> int:
         """How long ago the service's record was seen: others may have cleared since. -1 = it is shared with nobody."""
@@ -98,7 +99,7 @@ class SharedRecord:
         is not known any more, so that all namespaces begin new generations.
 
         Returns:
-            Whether storage works then.
+            Whether everything was deleted, and storage works then. It may also work without: the trouble has passed.
         """
         is_away = self._link.state in {LinkState.STARTING, LinkState.WAITING}
         return self._begin_anew() if self._is_foreign and is_away else None
@@ -122,11 +123,13 @@ class SharedRecord:
             go_on()
 
     async def _begin_anew(self) -> bool:
+        before = self._cleared_count  # several may ask at once, and one deletion is for all of them
         await self._link.started(FORGET_S_MAX)  # a start that is under way may have read the record before
         self._is_replacing = True
         try:
             self._link.attach()
-            return await self._link.started(FORGET_S_MAX)
+            is_ready = await self._link.started(FORGET_S_MAX)
+            return is_ready and self._cleared_count > before
         finally:
             self._is_replacing = False
 
@@ -137,6 +140,7 @@ class SharedRecord:
         if done.failed:
             self._link.refuse(f"storage did not forget everything: {done.error}")
             return
+        self._cleared_count += 1
         self._version, self._record, self._seen_s = version, Record(), self._loop.time()
         self._service.clears.lose_record(is_shared=True)
         self._look_later()

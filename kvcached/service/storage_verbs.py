@@ -94,8 +94,8 @@ class StorageService:
         backup: which blocks are written.
         timeout_ms, timeout_us_per_token: how long a prefetch with a timeout is waited for.
         record_age_ms: how long ago the record of generations was seen that several machines share; -1 = there is none.
-        begin_anew: replaces a record that cannot be followed, with all blocks; returns whether storage works then. None
-            if that is not what keeps storage from working.
+        begin_anew: replaces a record that cannot be followed, with all blocks; returns whether it did, and storage
+            works then. None if that is not what keeps storage from working.
     """
 
     link: Link
@@ -276,20 +276,28 @@ class StorageVerbs:
 
     def _clear(self, storage: StorageService, request: wire.StorageControl, reply: PendingReply) -> None:
         """Have everything deleted; what cannot be used because of its record is replaced."""
-        link = storage.link
-        if link.forget_all(lambda over: self._pending.done(reply, Answer(_cleared(request.id, storage, over)))):
+        link, is_replaced = storage.link, False
+
+        def forget() -> bool:
+            return link.forget_all(lambda over: self._pending.done(reply, Answer(_cleared(request.id, storage, over))))
+
+        if forget():
             return
         if (work := storage.begin_anew()) is None:
             self._pending.fail(reply, _not_cleared(link))
             return
 
+        async def replace() -> None:
+            nonlocal is_replaced
+            is_replaced = await work
+
         def end() -> None:
-            if link.state is LinkState.READY:
+            if is_replaced:
                 self._pending.done(reply, Answer(_report(request.id, storage)))
-            else:
+            elif not forget():  # it may work by itself meanwhile, with all its blocks
                 self._pending.fail(reply, _not_cleared(link))
 
-        self._run(work, end)
+        self._run(replace(), end)
 
     def _waiting(self, request: wire.StorageControl, respond: Respond) -> PendingReply:
         reply = PendingReply(Wait.STORAGE, request, respond)

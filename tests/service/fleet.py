@@ -16,7 +16,7 @@ from kvcached.service.storage_verbs import StorageService
 from kvcached.shared_record import SharedRecord
 from kvcached.storage.backend import SHARED_RECORD_BYTES_MAX, RecordUnusable, StorageUnusable, Usage, VersionedRecord
 from kvcached.storage.link_state import LinkState
-from kvcached.storage.messages import Done, ReadRecord, WriteRecord
+from kvcached.storage.messages import Done, Forget, ReadRecord, WriteRecord
 from kvcached.storage.record_exchange import RecordExchange
 from kvcached.storage.shared_records import SharedRecords
 from kvcached.storage_start import _take_in, keep_record
@@ -89,10 +89,13 @@ class FakeLink:
         self._records = SharedRecords(memory, shelf, 1.0)  # type: ignore[arg-type]
         self._loop = loop
 
-    def ask(self, request: Callable[[int], ReadRecord | WriteRecord], tell: Callable[[Done], None]) -> bool:
+    def ask(self, request: Callable[[int], ReadRecord | WriteRecord | Forget], tell: Callable[[Done], None]) -> bool:
         if self.state is LinkState.DETACHED:
             return False
         made = request(1)
+        if isinstance(made, Forget):
+            self._loop.call_later(0.01, tell, Done(sequence=1))
+            return True
         self.asked.append(made)
         self._loop.call_later(0.01, self._carry_out, made, tell)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -285,6 +286,33 @@ def test_record_that_cannot_be_followed_is_left_alone(fleet: Fleet, content: byt
     assert fleet.shelf.record == before
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(node.link.refusals[0])
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_storage_is_begun_anew_only_by_a_deletion(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, *, passes: bool
+) -> None:
+    """Where the record was put right meanwhile, storage works with its blocks: the answer is not that they went."""
+    fleet.shelf.record = fleet.shelf.record_of(b"not a record")
+    node = fleet.node()
+    if passes:
+        fleet.shelf.record = None
+
+    async def started(_: float) -> bool:
+        await asyncio.sleep(1)
+        return node.link.state is LinkState.READY
+
+    monkeypatch.setattr(node.link, "started", started, raising=False)
+    monkeypatch.setattr(node.link, "attach", node.open, raising=False)
+    first, second = node.shared.begin_anew(), node.shared.begin_anew()
+    assert first is not None
+    assert second is not None
+
+    async def both() -> list[bool]:
+        return list(await asyncio.gather(first, second))
+
+    assert fleet.loop.run_until_complete(both()) == [not passes] * 2
+    assert node.link.state is LinkState.READY
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -289,6 +289,39 @@ def test_clear_that_fails_is_an_error(office: StorageOffice) -> None:
     assert "the index is still being made" in refused.header.message
 
 
+@pytest.mark.parametrize(("is_replaced", "state"), [(True, "ready"), (False, "ready"), (False, "waiting")])
+def test_clear_of_what_cannot_be_followed_deletes_all_the_same(
+    office: StorageOffice, *, is_replaced: bool, state: str
+) -> None:
+    """The trouble may pass by itself, and nothing was deleted: then it is deleted before the answer."""
+    office.link.state = LinkState.WAITING
+
+    async def begin() -> bool:
+        office.link.state = LinkState(state)
+        return is_replaced
+
+    async def clear() -> list[Answer]:
+        answers: list[Answer] = []
+        request = wire.StorageControl(id=office.next_id(), action="clear")
+        office.service.submit(ONE, request, [], answers.append)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        return answers
+
+    known = office.service.storage.storage
+    assert known is not None
+    office.service.storage.storage = replace(known, begin_anew=begin)
+    answers = asyncio.run(clear())
+
+    if state == "waiting":
+        assert isinstance(answers[0].header, wire.ErrorReply)
+        return
+    assert (len(office.link.forgets), len(answers)) == (int(not is_replaced), int(is_replaced))
+    for tell in office.link.forgets:
+        tell(Done(sequence=1))
+    assert report(answers).state == "ready"
+
+
 def test_detach_is_answered_when_the_process_is_dead(office: StorageOffice) -> None:
     """The answer tells the state after it; attach starts it again."""
 
