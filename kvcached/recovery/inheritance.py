@@ -213,8 +213,9 @@ def _kept_tokens(found: dict[str, list[int]], parts: ExitStack) -> dict[int, Tok
     """
     tables: dict[int, TokenTable] = {}
     for name in [name for name in found if name.startswith(TABLE_PREFIX)]:
-        descriptors, size = found[name], int(name.removeprefix(TABLE_PREFIX))
-        table = TokenTable.adopt(descriptors[-1], size)
+        descriptors, number = found[name], name.removeprefix(TABLE_PREFIX)
+        size = int(number) if number.isdecimal() else 0  # the manager may keep what is not this daemon's
+        table = TokenTable.adopt(descriptors[-1], size) if size else None
         if table is None:
             continue
         tables[size] = table

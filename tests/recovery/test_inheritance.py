@@ -479,6 +479,18 @@ def _file_of(entry: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+@pytest.mark.parametrize("name", ["tokens-", "tokens-x", "tokens-0", "tokens-4"])
+def test_memory_that_is_no_table_of_tokens_fails_no_start(
+    tmp_path: Path, kept_by: Manager, host: HostMemory, name: str
+) -> None:
+    """Whatever the manager keeps under the name of a table, the start goes on without, and has it forgotten."""
+    kept_by.store(HOST_MEMORY_NAME, host.descriptor)
+    kept_by.store(name, host.descriptor)
+
+    assert is_kept(tmp_path, OFFLOAD, ledger_of(host, identity_of(os.getpid())))
+    assert name not in kept_by.kept
+
+
 @pytest.mark.parametrize("tables", [1, 2])
 def test_newest_table_of_tokens_is_kept(tmp_path: Path, kept_by: Manager, host: HostMemory, tables: int) -> None:
     """Where a start that failed has left two tables of tokens, the next one has the newer, and so has the manager."""
