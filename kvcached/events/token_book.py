@@ -86,7 +86,6 @@ class TokenBook:
     Attributes:
         may_tell: as it was given.
         tables: by the size of their blocks.
-        has_left: whether `erase` has more to do.
         forgets: something was removed on request since `forgotten`.
     """
 
@@ -160,8 +159,15 @@ class TokenBook:
         Raises:
             BadRequest: as `note`.
         """
-        if announced is not None and self.wants(announced):
-            check_tokens(announced.tier.block_size, keys, tokens)
+        if announced is None or not self.wants(announced):
+            return
+        blocks, block_size = len(keys) // KEY_SIZE_BYTES, announced.tier.block_size
+        if len(tokens) != blocks * block_size * _TOKEN_BYTES:
+            raise request_error(
+                ErrorCode.BAD_FRAMES,
+                f"{len(tokens)} bytes of tokens for {blocks} blocks of {block_size} tokens",
+                "send the tokens of all blocks, or none",
+            )
 
     def note(self, announced: Announced | None, keys: bytes, tokens: bytes) -> None:
         """An engine tells the tokens of blocks of a namespace, as far as it knows them.
@@ -362,21 +368,6 @@ class TokenBook:
         if not self._is_full:
             self._is_full = True
             _log.warning("routers are not told the tokens of some blocks: %s", why)
-
-
-def check_tokens(block_size: int, keys: bytes, tokens: bytes) -> None:
-    """Refuse tokens that are not as many as the blocks have.
-
-    Raises:
-        BadRequest: they are more or fewer.
-    """
-    blocks = len(keys) // KEY_SIZE_BYTES
-    if len(tokens) != blocks * block_size * _TOKEN_BYTES:
-        raise request_error(
-            ErrorCode.BAD_FRAMES,
-            f"{len(tokens)} bytes of tokens for {blocks} blocks of {block_size} tokens",
-            "send the tokens of all blocks, or none",
-        )
 
 
 def _split(packed: bytes) -> Iterator[bytes]:

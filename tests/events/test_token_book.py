@@ -84,6 +84,13 @@ def test_tokens_that_do_not_fit_the_blocks_are_refused(book: TokenBook) -> None:
     assert caught.value.code is ErrorCode.BAD_FRAMES
 
 
+def test_no_blocks_have_no_tokens(book: TokenBook) -> None:
+    """A commit without blocks may have an empty frame of tokens."""
+    book.note(announced(DEVICE), b"", b"")
+
+    assert book.tables[SIZE].count == 0
+
+
 def test_tokens_are_kept_while_a_tier_has_the_block(book: TokenBook) -> None:
     """What moves from device to host keeps its tokens; what has left the last tier is erased, with the next flush."""
     book.note(announced(DEVICE), keys(1, 2), tokens(1, 2))
