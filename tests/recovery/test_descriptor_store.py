@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -222,3 +223,20 @@ def taken_by(manager: socket.socket) -> list[tuple[str, bytes]]:
             found.append((fields.get("FDNAME", ""), b"".join(os.pread(each, 100, 0) for each in kept)))
         for each in kept:
             os.close(each)
+
+
+def test_manager_is_not_waited_for_without_descriptors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool that falls asleep, or wakes, while no descriptor is left goes on when it has given back its memory."""
+
+    def refuse(_: int) -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def ask() -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pipe2", refuse)
+            return await taken_in()
+
+    assert not asyncio.run(ask())
+    assert caplog.messages == ["the service manager is not waited for: [Errno 24] Too many open files"]
