@@ -86,9 +86,13 @@ def touch_host_pool(process: subprocess.Popen[bytes]) -> None:
     Raises:
         RuntimeError: the daemon has none.
     """
+    maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    # The daemon maps all of the pool; the file is longer.
+    places = [line.split()[0].split("-") for line in maps if _HOST_POOL in line]
+    size_bytes = sum(int(end, 16) - int(start, 16) for start, end in places)
     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
         if str(descriptor.readlink()).startswith(_HOST_POOL):
-            with descriptor.open("r+b") as memory, mmap.mmap(memory.fileno(), 0) as mapped:
+            with descriptor.open("r+b") as memory, mmap.mmap(memory.fileno(), size_bytes) as mapped:
                 mapped.madvise(_MADV_POPULATE_WRITE)
             return
     raise RuntimeError("the daemon has no host pool")

@@ -39,6 +39,9 @@ async def check_memory(config: Config, inheritance: Inheritance, dropped: Droppe
     stays = [replica for replica in config.replica if replica not in new]
     kept = config.model_copy(update={"replica": tuple(stays), "host": None if is_host_new else config.host})
     (size_bytes, names), (kept_bytes, _) = memory_needed(needed), memory_needed(kept)
+    if grown_bytes := inheritance.grown_bytes:
+        size_bytes, kept_bytes = size_bytes + grown_bytes, kept_bytes - grown_bytes
+        names = " and ".join(filter(None, [names, "a larger host pool"]))
     purpose, patience_s = f"the configuration ({names})", _FREED_WAIT_S if is_anything else 0
     try:
         await await_available(size_bytes, purpose, patience_s, dropped.size_bytes, kept_bytes)

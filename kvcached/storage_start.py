@@ -84,7 +84,7 @@ async def start_storage(
     exchange = RecordExchange()
     parts.callback(exchange.close)
     link = StorageLink(
-        _process_config(storage),
+        _process_config(storage, host),
         (host.descriptor, exchange.memory),
         config.run_dir,
         epoch,
@@ -177,11 +177,12 @@ class RecordReader:
             _log.error("internal error; storage is not used: its record cannot be followed", exc_info=error)
 
 
-def _process_config(storage: StorageConfig) -> ProcessConfig:
+def _process_config(storage: StorageConfig, host: HostMemory) -> ProcessConfig:
     return ProcessConfig(
         backend=storage.backend,
         settings=storage.settings,
         local_disk=storage.local_disk,
         key_file="" if storage.key_file is None else str(storage.key_file),
         timeout_s=storage.timeout_ms / 1000,
+        host_bytes=host.slabs * host.slab_bytes,
     )

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcached.memory.header_table import HeaderTable
-from kvcached.memory.sealed import memory_fault, sealed_memfd
+from kvcached.memory.sealed import give_back_behind, memory_fault, sealed_memfd
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry, header_area_bytes
+from kvcached_client.blocks.layout import POOL_SIZE_BYTES_MAX
 from kvcached_client.blocks.mapping import map_sealed
 from kvcached_client.types import KEY_SIZE_BYTES
 
@@ -73,6 +74,14 @@ class HostMemory:
             os.fchmod(self.descriptor, 0o600)
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def trim(self) -> None:
+        """Give back what lies behind the last slab: slabs of a larger pool before, or what somebody has written there.
+
+        Raises:
+            OSError: the kernel refused.
+        """
+        give_back_behind(self.descriptor, self.slabs * self.slab_bytes)
+
     def close(self) -> None:
         """Close the descriptor. The memory is freed when the last process that has it ends."""
         os.close(self.descriptor)
@@ -81,10 +90,16 @@ class HostMemory:
 def create_host_memory(slabs: int, slab_bytes: int) -> HostMemory:
     """Make a host pool, all zero. It takes up memory only where it is written.
 
+    The file is as long as the largest pool that can be configured, so that the next daemon may use more slabs of it.
+
     Raises:
         OSError: the kernel refused one of the steps.
     """
-    return HostMemory(sealed_memfd("kvcached-host", slabs * slab_bytes), slabs, slab_bytes)
+    try:
+        descriptor = sealed_memfd("kvcached-host", POOL_SIZE_BYTES_MAX)
+    except OSError:  # the length of files is limited (ulimit -f): the pool cannot grow
+        descriptor = sealed_memfd("kvcached-host", slabs * slab_bytes)
+    return HostMemory(descriptor, slabs, slab_bytes)
 
 
 def adopt_host_memory(descriptor: int, slabs: int, slab_bytes: int) -> HostMemory | None:
@@ -92,7 +107,7 @@ def adopt_host_memory(descriptor: int, slabs: int, slab_bytes: int) -> HostMemor
 
     The descriptor belongs to what is returned; where that is None, it stays the caller's to close.
     """
-    if (fault := memory_fault(descriptor, slabs * slab_bytes)) is not None:
+    if (fault := memory_fault(descriptor, slabs * slab_bytes, may_be_longer=True)) is not None:
         _log.warning("the host pool that was kept cannot be used, and its blocks are lost: %s", fault)
         return None
     os.set_inheritable(descriptor, False)  # noqa: FBT003 - takes no keyword
@@ -117,9 +132,16 @@ class HostHeaders:
             DaemonFailure: the kernel refused to map it.
         """
         size_bytes = memory.slabs * memory.slab_bytes
-        self._descriptor, self._slab_bytes = memory.descriptor, memory.slab_bytes
+        self._memory, self._descriptor, self._slab_bytes = memory, memory.descriptor, memory.slab_bytes
         self._mapped = memoryview(map_sealed(memory.descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
         self.table = HeaderTable(self._mapped)
+
+    def trim(self) -> None:
+        """Give back what a process that is dead now has written behind the last slab; a refusal is logged."""
+        try:
+            self._memory.trim()
+        except OSError as error:
+            _log.warning("memory behind the end of the host pool stays taken: %s", error)
 
     def clear_slab(self, slab: int, geometry: HostGeometry) -> None:
         """Zero the headers of a slab that is allocated, in all its parts: nothing is left of those who had it before.

@@ -19,12 +19,15 @@ PRETOUCH_BYTES_MAX: Final = 1 << 30
 _WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE
 _MFD_NOEXEC_SEAL: Final = 0x0008
 _MADV_POPULATE_WRITE: Final = 23
+_FALLOC_FL_KEEP_SIZE: Final = 1
+_FALLOC_FL_PUNCH_HOLE: Final = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -90,7 +93,19 @@ def sealed_memfd(name: str, size_bytes: int) -> int:
     return descriptor
 
 
-def memory_fault(descriptor: int, size_bytes: int) -> str | None:
+def give_back_behind(descriptor: int, size_bytes: int) -> None:
+    """Free what a memfd has behind its first bytes; its length stays. A look at nothing costs some microseconds.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    how = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    rest_bytes = os.fstat(descriptor).st_size - size_bytes
+    if rest_bytes > 0 and _libc.fallocate(descriptor, how, size_bytes, rest_bytes):
+        raise _last_error(f"giving back {rest_bytes} bytes")
+
+
+def memory_fault(descriptor: int, size_bytes: int, *, may_be_longer: bool = False) -> str | None:
     """What is wrong with a descriptor that is to be sealed, writable memory of this size; None for nothing."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -102,7 +117,7 @@ def memory_fault(descriptor: int, size_bytes: int) -> str | None:
         return f"its seals {seals:#x} lack some of {SEALS:#x}"
     if seals & _WRITE_SEALS or access != os.O_RDWR:
         return "it cannot be written"
-    if found != size_bytes:
+    if found < size_bytes or (found > size_bytes and not may_be_longer):
         return f"it has {found} bytes, and the configuration asks for {size_bytes}"
     return None
 

@@ -66,6 +66,7 @@ class Inheritance:
         ledger: that of the daemon before; None if there was none on this boot.
         host: the host pool, new or kept; None without one.
         is_kept: the host pool is the one that the ledger names.
+        grown_bytes: how much larger than before a host pool that was kept is now.
         devices: the device pools, by replica; without memory where they sleep, or a device that they need is lost.
         tokens: the tokens of blocks, by the size of their blocks.
     """
@@ -73,6 +74,7 @@ class Inheritance:
     ledger: Ledger | None
     host: HostMemory | None
     is_kept: bool
+    grown_bytes: int
     devices: Mapping[str, PoolMemory]
     tokens: Mapping[int, TokenTable]
 
@@ -116,7 +118,10 @@ async def inherit(
     if ledger is not None and (missing := _missing(found, ledger)):
         _tell_of_loss(" and ".join(missing), found, ledger, is_stopped=has_stopped(run_dir, ledger))
     memory = _kept_host(found, host, ledger, dropped, has_offload=has_offload)
-    is_kept = memory is not None
+    is_kept, grown_bytes = memory is not None, 0
+    if memory is not None and ledger is not None and ledger.host is not None:
+        grown_bytes = max(0, memory.slabs - ledger.host.slabs) * memory.slab_bytes
+        ledger = msgspec.structs.replace(ledger, host=_resized(ledger.host, memory))
     if memory is None:
         remove(HOST_MEMORY_NAME)
     if memory is None and host is not None:
@@ -144,7 +149,7 @@ async def inherit(
     }  # fmt: skip
     for device in devices.values():
         parts.callback(device.close)
-    return Inheritance(ledger, memory, is_kept, devices, tokens)
+    return Inheritance(ledger, memory, is_kept, grown_bytes, devices, tokens)
 
 
 def ledger_file(run_dir: Path) -> LedgerFile:
@@ -275,13 +280,35 @@ def _kept_host(
 
 
 def _recorded_host(kept: list[int], host: HostConfig, record: HostPoolRecord) -> HostMemory | None:
-    """The host pool that the ledger names, if it is as it is configured."""
-    descriptor = MemoryIdentity(record.device, record.inode).among(kept)
-    memory = adopt_host_memory(descriptor, host.slabs, host.slab_bytes)
-    if memory is not None and msgspec.structs.replace(record, allocated={}) != _record_of(memory):
+    """The host pool that the ledger names, if its slabs are as large as configured ones; there may be more or fewer."""
+    identity = MemoryIdentity(record.device, record.inode)
+    memory = adopt_host_memory(identity.among(kept), host.slabs, host.slab_bytes)
+    if memory is not None and (memory.identity, memory.slab_bytes) != (identity, record.slab_bytes):
         _log.warning("the host pool that was kept cannot be used, and its blocks are lost: the ledger has another one")
         return None
     return memory
+
+
+def _resized(record: HostPoolRecord, memory: HostMemory) -> HostPoolRecord:
+    """The record of a host pool that was kept, with the slabs that are configured now.
+
+    Engines map so many when they connect again. What an engine of before still writes to a slab that is no longer one
+    lies behind the end of the pool, where it is given back at the process's death.
+
+    Raises:
+        OSError: the memory of slabs that are no longer used cannot be given back.
+    """
+    if record.slabs == memory.slabs:
+        return record
+    kept = {root: tuple(slab for slab in slabs if slab < memory.slabs) for root, slabs in record.allocated.items()}
+    lost = sum(map(len, record.allocated.values())) - sum(map(len, kept.values()))
+    words = "the host pool has %d slabs now, and had %d"
+    if lost:
+        _log.warning(f"{words}: %d that held blocks are no longer used", memory.slabs, record.slabs, lost)
+    else:
+        _log.info(f"{words}: all that it holds is kept", memory.slabs, record.slabs)
+    memory.trim()
+    return msgspec.structs.replace(record, slabs=memory.slabs, allocated=kept)
 
 
 def _drop(found: Mapping[str, list[int]]) -> None:

@@ -378,6 +378,7 @@ class Service:
     def peer_lost(self, peer: Peer) -> None:
         """A process is dead: its sessions are over, and their slots are free when all their processes are dead."""
         self._groups.retire(peer)
+        self._claims.trim()
         for group in self._groups.of_peer(peer):
             living = group.living()
             self._groups.end(group.session)

@@ -77,6 +77,9 @@ class Headers(Protocol):
     def try_end(self, slab: int, size_bytes: int) -> str:
         """Write and read the last bytes of a slab, which nobody has: what was wrong, or ""."""
 
+    def trim(self) -> None:
+        """Give back what lies behind the last slab."""
+
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
@@ -372,6 +375,11 @@ class HostClaims:
             self._headers.forget(slots_of(effect.slots), geometry)
         else:
             self._headers.claim(slots_of(effect.slots), geometry, self._cache.epoch, effect.session)
+
+    def trim(self) -> None:
+        """A process is dead: what it has written behind the end of the pool takes up no memory any more."""
+        if self._headers is not None:
+            self._headers.trim()
 
     def forget(self, tree: PrefixTree, keys: bytes) -> None:
         """Blocks were removed on request: the next daemon must not find them in slots that are free.

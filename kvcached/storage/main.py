@@ -24,6 +24,7 @@ from kvcached.config.tables import RECORD_NAME
 from kvcached.process.seqpacket import wait_packet
 from kvcached.storage.backend import (
     DISK,
+    SHARED_RECORD_BYTES_MAX,
     Storage,
     StorageGone,
     StorageMisconfigured,
@@ -76,7 +77,8 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = decode_config(packet.data)
-        memory, record = map(_map, packet.descriptors)
+        host, record_memory = packet.descriptors
+        memory, record = _map(host, config.host_bytes), _map(record_memory, SHARED_RECORD_BYTES_MAX)
         backend = _open(config)
     except (OSError, ValueError, StorageUnusable, KvcachedError) as error:  # msgspec.DecodeError is a ValueError
         _log.error("%s", error)
@@ -88,8 +90,7 @@ def main(arguments: list[str]) -> int:
     return serve(connection, copies, backend, config.timeout_s)
 
 
-def _map(descriptor: int) -> memoryview:
-    size_bytes = os.fstat(descriptor).st_size
+def _map(descriptor: int, size_bytes: int) -> memoryview:
     return memoryview(map_sealed(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)).cast("B")
 
 

@@ -46,6 +46,7 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         local_disk: settings of the disk in front of it; None = there is none.
         key_file: path of the key that encrypts; empty = none.
         timeout_s: when a call of the backend has taken too long.
+        host_bytes: size of the host pool, whose file is longer.
     """
 
     backend: str
@@ -53,6 +54,7 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     local_disk: dict[str, Any] | None = None
     key_file: str
     timeout_s: float
+    host_bytes: int
 
 
 class BlockFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

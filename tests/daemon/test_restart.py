@@ -20,6 +20,7 @@ from kvcached_client.offload import new_instance
 from kvcached_client.protocol.engine import HostStats
 from tests.daemon.offload_process import Scheduler, ShardMemory
 from tests.daemon.supervised import Supervised, supervised
+from tests.daemon.test_deaths import children
 from tests.daemon.test_host_tier import HOST_CONFIG, PATIENT_CONFIG, engine_on, host_memory, wait_stored
 from tests.daemon.test_offload import (
     PAGE_BYTES,
@@ -32,6 +33,7 @@ from tests.daemon.test_offload import (
     nothing_held,
     seconds_until,
 )
+from tests.host_pool_file import host_pool_file, mapped_bytes
 from tests.project.source_tree import ROOT
 
 
@@ -294,7 +296,7 @@ def test_dead_engine_is_not_waited_for(daemon: Supervised, processes: Processes)
 def kept_bytes(daemon: Supervised) -> int:
     """Of host pools that the supervisor keeps."""
     files = [Path(entry) for entry in Path(f"/proc/{daemon.process.pid}/fd").iterdir()]
-    return sum(file.stat().st_size for file in files if "kvcached-host" in str(file.readlink()))
+    return sum(file.stat().st_size for file in files if is_host_pool(file))
 
 
 def test_host_pool_that_is_no_longer_configured_is_given_back(tmp_path: Path) -> None:
@@ -327,8 +329,88 @@ def test_other_slabs_of_the_same_memory_start_empty(tmp_path: Path, slabs: int) 
         engine.close()
 
 
-def test_another_pool_size_starts_empty(tmp_path: Path) -> None:
-    """With another host pool in the configuration the start is cold, and the log says so in one line."""
+def resized(text: str, slabs: int) -> str:
+    """A configuration whose host pool has another number of slabs."""
+    return text.replace(f"[host]\nsize_bytes = {SLABS * SLAB_BYTES}", f"[host]\nsize_bytes = {slabs * SLAB_BYTES}")
+
+
+def test_larger_pool_keeps_its_blocks(tmp_path: Path) -> None:
+    """With a larger `size_bytes`, a living engine finds all that it had, and has room for more."""
+    text = config()
+    with supervised(tmp_path, text) as daemon:
+        engine = Engine(daemon.run_dir)
+        engine.store("a", 5)
+        (tmp_path / "kvcached.toml").write_text(resized(text, 4 * SLABS))
+        daemon.kill_and_wait()
+        engine.connect()
+        engine.join()
+        names = [f"more {number}" for number in range(2 * SLABS)]  # a slab has eight blocks
+        for name in names:
+            engine.store(name, 5)
+        assert {engine.load(name, 5) for name in ("a", *names)} == {5}
+        assert f"the host pool has {4 * SLABS} slabs now, and had {SLABS}: all that it holds is kept" in daemon.log
+        engine.close()
+
+
+def test_smaller_pool_keeps_what_its_slabs_hold(tmp_path: Path) -> None:
+    """With a smaller `size_bytes`, blocks in the slabs that are left are hit, and the rest of the memory is free."""
+    text = config()
+    with supervised(tmp_path, text) as daemon:
+        engine = Engine(daemon.run_dir)
+        engine.store("a", 5)
+        (tmp_path / "kvcached.toml").write_text(resized(text, SLABS - 1))
+        daemon.kill_and_wait()
+        engine.connect()
+        engine.join()
+        assert engine.load("a", 5) == 5
+        assert f"the host pool has {SLABS - 1} slabs now, and had {SLABS}: all that it holds is kept" in daemon.log
+        names = ("b", "c", "d")
+        for name in names:
+            engine.store(name, 5)
+        (tmp_path / "kvcached.toml").write_text(resized(text, 1))
+        daemon.kill_and_wait()
+        engine.connect()
+        engine.join()
+        assert "that held blocks are no longer used" in daemon.log
+        assert [engine.load(name, 5) for name in ("a", *names)] == [5, 3, 0, 0]  # a slab has eight blocks
+        engine.close()
+
+
+def test_memory_behind_the_pool_is_given_back_at_its_writers_death(daemon: Supervised, processes: Processes) -> None:
+    """The file of the pool is longer than the pool, and a process that fills it there takes memory while it lives."""
+    scheduler, _ = processes.scheduler(0, 1)
+    (path,) = (each for each in Path(f"/proc/{daemon.process.pid}/fd").iterdir() if is_host_pool(each))
+    descriptor = os.open(path, os.O_RDWR)
+    before = os.fstat(descriptor).st_blocks
+    os.pwrite(descriptor, b"stray", SLABS * SLAB_BYTES + (1 << 30))
+    assert os.fstat(descriptor).st_blocks > before
+    kill(scheduler)
+    end_s = time.monotonic() + 10
+    while os.fstat(descriptor).st_blocks > before:
+        assert time.monotonic() < end_s
+    os.close(descriptor)
+
+
+def test_no_process_maps_more_than_the_pool(tmp_path: Path) -> None:
+    """The daemon, its workers, its storage process and shards of engines map the pool, not the length of its file."""
+    disk = f'[storage]\n[storage.settings]\ndirectory = "{tmp_path / "disk"}"\ncapacity_bytes = "64MiB"\n'
+    with supervised(tmp_path, config() + disk) as daemon:
+        engine = Engine(daemon.run_dir)
+        engine.store("a", 5)
+        pids = (daemon.daemon_pid, *children(daemon.daemon_pid), os.getpid())
+        pool = host_pool_file(daemon.daemon_pid)
+        sizes = [mapped_bytes(pid, pool) for pid in pids]
+        assert sizes == [SLABS * SLAB_BYTES, SLABS * SLAB_BYTES, SHARDS * SLABS * SLAB_BYTES]
+        engine.close()
+
+
+def is_host_pool(entry: Path) -> bool:
+    """Whether a descriptor is of a host pool's memory."""
+    return "kvcached-host" in str(entry.readlink())
+
+
+def test_another_pool_of_larger_blocks_starts_empty(tmp_path: Path) -> None:
+    """With slabs of another size in the configuration the start is cold, and the log says so in one line."""
     with supervised(tmp_path, config()) as daemon:
         engine = Engine(daemon.run_dir)
         engine.store("a", 5)
@@ -374,14 +456,14 @@ def test_pool_that_engines_still_map_is_no_reason_to_refuse_a_start(
     bounds.write_text(json.dumps([1 << 40, 0]))
     monkeypatch.setenv("PYTHONPATH", f"{site}:{ROOT}")
     monkeypatch.setenv("BOUNDS", str(bounds))
-    text, size_bytes = config(), (SLABS + 1) * SLAB_BYTES
+    text, size_bytes = config(), (SLABS + 2) * SLAB_BYTES
     with supervised(tmp_path, text) as daemon:
         engine = Engine(daemon.run_dir)
         engine.store("a", 5)
         ((earlier, written_bytes),) = host_pools(daemon.daemon_pid).items()
         bounds.write_text(json.dumps([size_bytes - written_bytes, written_bytes]))
-        larger = text.replace(f"size_bytes = {SLABS * SLAB_BYTES}", f"size_bytes = {size_bytes}")
-        (tmp_path / "kvcached.toml").write_text(larger)
+        larger_slabs = resized(text, SLABS + 2).replace(f"slab_bytes = {SLAB_BYTES}", f"slab_bytes = {2 * SLAB_BYTES}")
+        (tmp_path / "kvcached.toml").write_text(larger_slabs)
         daemon.process.send_signal(signal.SIGHUP)
         daemon.await_ready()
 

@@ -418,7 +418,23 @@ async def is_started(config: Config) -> bool:
         return True
 
 
-@pytest.mark.parametrize("cause", ["another size", "no ledger", "a ledger that fails"])
+@pytest.mark.parametrize("too_much", [0, 1], ids=["there is room", "there is no room"])
+def test_larger_host_pool_needs_room_for_what_is_new(
+    tmp_path: Path, kept_by: Manager, host: HostMemory, monkeypatch: pytest.MonkeyPatch, too_much: int
+) -> None:
+    """What the pool has already is not asked for again; where there is no room for the rest, the start says so."""
+    text = f"[host]\nsize_bytes = {(SLABS + 2) * SLAB_BYTES}\nslab_bytes = {SLAB_BYTES}\n[offload]\n"
+    os.pwrite(host.descriptor, bytes(SLABS * SLAB_BYTES), 0)
+    bound = MemoryBound(100 << 20, 2 * SLAB_BYTES - too_much, "a limit", 50 << 20)
+    monkeypatch.setattr(available, "memory_bounds", lambda *_: [bound])
+    monkeypatch.setattr(memory_start, "_FREED_WAIT_S", 0)
+    kept_by.store(HOST_MEMORY_NAME, host.descriptor)
+    LedgerFile(tmp_path / LEDGER_NAME).write(ledger_of(host, None))
+
+    assert asyncio.run(is_started(configuration(tmp_path, text))) == (not too_much)
+
+
+@pytest.mark.parametrize("cause", ["slabs of another size", "no ledger", "a ledger that fails"])
 @pytest.mark.parametrize("too_much", [0, 1], ids=["there is room", "there is no room without it either"])
 def test_dropped_host_pool_is_no_reason_to_refuse_a_start(
     tmp_path: Path,
@@ -431,8 +447,8 @@ def test_dropped_host_pool_is_no_reason_to_refuse_a_start(
     too_much: int,
 ) -> None:
     """What engines still map of a pool that is dropped counts as free, and the log names them; not what nobody has."""
-    slabs = SLABS + 2 if cause == "another size" else SLABS
-    text = f"[host]\nsize_bytes = {slabs * SLAB_BYTES}\nslab_bytes = {SLAB_BYTES}\n[offload]\n"
+    slabs, times = (SLABS + 2, 2) if cause == "slabs of another size" else (SLABS, 1)
+    text = f"[host]\nsize_bytes = {slabs * SLAB_BYTES}\nslab_bytes = {times * SLAB_BYTES}\n[offload]\n"
     size_bytes = SLABS * SLAB_BYTES - SLAB_BYTES // 2  # as far as the pool has been written
     os.pwrite(host.descriptor, bytes(size_bytes), 0)
     bound = MemoryBound(100 << 20, slabs * SLAB_BYTES - size_bytes - too_much, "a limit", 50 << 20)

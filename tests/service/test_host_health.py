@@ -40,6 +40,9 @@ class Tried:
     def claim(self, *_: object) -> None:
         """Nothing is kept."""
 
+    def trim(self) -> None:
+        """Nothing lies behind the last slab."""
+
     def try_end(self, slab: int, size_bytes: int) -> str:
         self.places.append((slab, size_bytes))
         return self.wrong

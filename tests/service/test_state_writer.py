@@ -50,6 +50,9 @@ class Notes:
     def claim(self, slots: npt.NDArray[np.int64], geometry: HostGeometry, epoch: int, session: int) -> None:
         self.written.append(("claim", slots.tolist(), geometry.block_bytes, epoch, session))
 
+    def trim(self) -> None:
+        """Nothing lies behind the last slab."""
+
     def try_end(self, slab: int, size_bytes: int) -> str:
         self.written.append(("try", slab, size_bytes))
         return ""

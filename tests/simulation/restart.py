@@ -91,11 +91,19 @@ class KeptRecord:
         daemon.process.after(lands_us, "writes the record of generations", land)
 
 
+class _Headers(HostHeaders):
+    """The daemon's own view of the host pool, which needs no mapping here, and has nothing behind its end."""
+
+    def __init__(self, host: Memory) -> None:
+        self.table = HeaderTable(memoryview(host.bytes))
+
+    def trim(self) -> None:
+        """Nothing is there."""
+
+
 def headers_of(host: Memory) -> HostHeaders:
-    """The daemon's own view of the host pool, which needs no mapping here."""
-    headers = HostHeaders.__new__(HostHeaders)
-    headers.table = HeaderTable(memoryview(host.bytes))
-    return headers
+    """The daemon's own view of the host pool."""
+    return _Headers(host)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class StorageOfDaemon:
         spec, service = self._world.plan.storage, self._daemon.service
         if spec is None:
             return
-        config = StorageConfig(backend="simulated", settings={}, key_file="", timeout_s=TIMEOUT_S)
+        config = StorageConfig(backend="simulated", settings={}, key_file="", timeout_s=TIMEOUT_S, host_bytes=1)
         self.link = StorageLink(
             config, (0, 0), Path(), self._daemon.cache.epoch, service.storage.format_of, service.on_event
         )

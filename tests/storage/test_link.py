@@ -58,7 +58,7 @@ from tests.virtual_time import VirtualTimeLoop
 
 TIMEOUT_S = 1.0
 LATE_S = TIMEOUT_S * LATE_TIMEOUTS
-CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=TIMEOUT_S)
+CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=TIMEOUT_S, host_bytes=1 << 20)
 KIND = BlockFormat(
     namespace=bytes(16),
     header_namespace=bytes(16),

@@ -25,7 +25,7 @@ signal.sigwait([signal.SIGCONT])
 print("the reason", flush=True)
 os._exit(7)
 """
-CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=1.0)
+CONFIG = StorageConfig(backend="fake", settings={}, key_file="", timeout_s=1.0, host_bytes=1 << 20)
 
 
 def when_dead(started: StorageProcess, then: Callable[[StorageProcess], None]) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 from kvcached_client.blocks.header import BLOCK_START
 from kvcached_client.blocks.host_layout import HEADER_BYTES, HostGeometry
-from tests.host_pool_file import host_pool_file
+from tests.host_pool_file import host_pool_file, mapped_bytes
 from tests.vllm.cache_daemon import SLAB_BYTES
 
 #: Of the tiny model: layers x K and V x heads x tokens x elements x bytes.
@@ -33,9 +33,10 @@ class HostBlocks:
     """The pool of the daemon with this process id. A context manager."""
 
     def __init__(self, daemon_pid: int) -> None:
-        descriptor = os.open(host_pool_file(daemon_pid), os.O_RDWR)
+        pool = host_pool_file(daemon_pid)
+        descriptor = os.open(pool, os.O_RDWR)
         try:
-            self._memory = mmap.mmap(descriptor, 0)
+            self._memory = mmap.mmap(descriptor, mapped_bytes(daemon_pid, pool))
         finally:
             os.close(descriptor)
         self._geometry = HostGeometry(

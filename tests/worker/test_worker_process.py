@@ -14,6 +14,7 @@ import pytest
 
 from kvcached.memory.device_pool import ShardMemory
 from kvcached.memory.host_pool import create_host_memory
+from kvcached.memory.sealed import sealed_memfd
 from kvcached.process.seqpacket import send
 from kvcached.worker.messages import (
     Done,
@@ -166,11 +167,11 @@ def test_worker_serves_with_a_host_pool(run_dir: str) -> None:
 @pytest.mark.parametrize("slabs", [0, 1], ids=["no memory", "half of it"])
 def test_worker_without_its_host_pool_says_so(run_dir: str, slabs: int) -> None:
     """A worker whose host pool is not there, or smaller than it was told, ends with status 3 and a line of log."""
-    memory = create_host_memory(max(slabs, 1), HOST.slab_bytes)
-    descriptors = (memory.descriptor,) if slabs else ()
+    descriptor = sealed_memfd("half", max(slabs, 1) * HOST.slab_bytes)
+    descriptors = (descriptor,) if slabs else ()
     with worker_in(run_dir, host=HOST, host_memory=descriptors) as worker:
         assert worker.process.wait(PATIENCE_S) == 3
-    memory.close()
+    os.close(descriptor)
 
     assert len(Path(f"{run_dir}/worker.log").read_text().splitlines()) == 1
 
