@@ -128,19 +128,23 @@ def _memory(config: Config, *, is_trial: bool) -> Iterator[Problem]:
 
 
 def _next_host(config: Config) -> Iterator[Problem]:
-    """Not a new host pool for which there is no room even without any pool of now: the start would refuse it."""
+    """Not a host pool for which there is no room: a new one even without any pool of now, of a kept one what is added.
+
+    The start would refuse it.
+    """
     if config.host is None:
         return
     ledger = read_ledger(config.run_dir / LEDGER_NAME)
-    shape = (config.host.slabs, config.host.slab_bytes)
-    if ledger is not None and ledger.host is not None and (ledger.host.slabs, ledger.host.slab_bytes) == shape:
-        return  # it is kept
-    size_bytes = config.host.slabs * config.host.slab_bytes
-    rooms = ((each.available_beside(size_bytes), each.source) for each in memory_bounds())
+    kept = None if ledger is None else ledger.host
+    is_kept = kept is not None and kept.slab_bytes == config.host.slab_bytes
+    new_slabs = config.host.slabs - (kept.slabs if kept is not None and is_kept else 0)
+    size_bytes = max(0, new_slabs) * config.host.slab_bytes
+    rooms = ((each.available_beside(0 if is_kept else size_bytes), each.source) for each in memory_bounds())
     room_bytes, source = min(rooms, default=(size_bytes, ""))
-    if size_bytes > room_bytes:
-        room = f"{_size(max(0, room_bytes))} left without the pools of now ({source})"
-        what = f"the memory of the host pool comes to {_size(size_bytes)}, and there are {room}"
+    if size_bytes and size_bytes > room_bytes:
+        words = "what the host pool is to get comes to" if is_kept else "the memory of the host pool comes to"
+        room = f"{_size(max(0, room_bytes))} left {'beside it' if is_kept else 'without the pools of now'} ({source})"
+        what = f"{words} {_size(size_bytes)}, and there are {room}"
         yield config.places.problem(*_host_size(config.host), what, _SMALLER)
 
 

@@ -290,7 +290,7 @@ def test_memory_of_a_daemon_that_is_to_be_restarted_counts_as_free(
 ) -> None:
     """The check at SIGHUP refuses what the start would: a new host pool without room even where every pool is gone.
 
-    The run directory may be another one, and a pool that is kept needs no room.
+    The run directory may be another one. A pool that is kept needs no room, and a larger one that for what is new.
     """
     path, run_dir = tmp_path / "kvcached.toml", tmp_path / "new"
 
@@ -312,6 +312,9 @@ def test_memory_of_a_daemon_that_is_to_be_restarted_counts_as_free(
     record = HostPoolRecord(device=1, inode=1, slabs=host.slabs, slab_bytes=host.slab_bytes, allocated={})
     LedgerFile(run_dir / LEDGER_NAME).write(Ledger(boot=boot_id(), epoch=1, host=record))
     assert exit_code(HOST, RESTART_VARIABLE, shared_bytes=0) == 0
+    assert exit_code(HOST.replace("8MiB", "4MiB"), RESTART_VARIABLE, shared_bytes=0) == 0
+    assert exit_code(HOST.replace("8MiB", "9MiB"), RESTART_VARIABLE, shared_bytes=0) == 0
+    assert exit_code(HOST.replace("8MiB", "10MiB"), RESTART_VARIABLE, shared_bytes=9 << 20) == 2
 
 
 def next_problems(config: Config, predecessor: int = 0) -> list[str]:
