@@ -132,7 +132,7 @@ class HostHeaders:
             DaemonFailure: the kernel refused to map it.
         """
         size_bytes = memory.slabs * memory.slab_bytes
-        self._memory, self._descriptor, self._slab_bytes = memory, memory.descriptor, memory.slab_bytes
+        self._memory = memory
         self._mapped = memoryview(map_sealed(memory.descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
         self.table = HeaderTable(self._mapped)
 
@@ -163,13 +163,14 @@ class HostHeaders:
         Returns:
             What was wrong; "" for nothing.
         """
-        size_bytes, end = min(size_bytes, self._slab_bytes), (slab + 1) * self._slab_bytes
+        descriptor, slab_bytes = self._memory.descriptor, self._memory.slab_bytes
+        size_bytes, end = min(size_bytes, slab_bytes), (slab + 1) * slab_bytes
         start, written = end - size_bytes, os.urandom(size_bytes)
         try:
-            before = os.pread(self._descriptor, size_bytes, start)
-            os.pwrite(self._descriptor, written, start)
+            before = os.pread(descriptor, size_bytes, start)
+            os.pwrite(descriptor, written, start)
             is_same = self._mapped.cast("B")[start:end] == written  # as engines and workers see it
-            os.pwrite(self._descriptor, before, start)
+            os.pwrite(descriptor, before, start)
         except OSError as error:
             return f"cannot be written: {error.strerror}"
         return "" if is_same else "what was read is not what was written"
