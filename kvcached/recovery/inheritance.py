@@ -1,7 +1,8 @@
 """The memory and the ledger that a start finds: pools that the service manager has kept, or new ones in their place.
 
-The memory of a pool is kept if the configuration and the ledger describe the same one. A host pool that an engine may
-still write, whose slots this daemon could not set aside, is dropped: the engine then writes to memory of nobody.
+The memory of a pool is kept if the configuration and the ledger describe the same one; a host pool also if it is to
+have more or fewer slabs. A host pool that an engine may still write, whose slots this daemon could not set aside, is
+dropped: the engine then writes to memory of nobody.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -49,7 +50,7 @@ from kvcached.recovery.state_file import (
     has_stopped,
     read_ledger,
 )
-from kvcached.recovery.takeover import Takeover, is_writer_left_out, take_over
+from kvcached.recovery.takeover import Takeover, is_writer_left_out, is_written_behind, take_over
 from kvcached.service.replica import Replica
 
 #: The name under which the service manager keeps the host pool's memory.
@@ -271,6 +272,8 @@ def _kept_host(
                 "writing to it cannot come back to this configuration; its memory is free when they have ended"
             )
             memory = None
+        if memory is not None and memory.slabs < ledger.host.slabs and _is_smaller_too_soon(memory, ledger):
+            memory = None
     for descriptor in kept:
         if memory is None and has_offload:
             dropped.hold(descriptor)
@@ -289,11 +292,23 @@ def _recorded_host(kept: list[int], host: HostConfig, record: HostPoolRecord) ->
     return memory
 
 
+def _is_smaller_too_soon(memory: HostMemory, ledger: Ledger) -> bool:
+    """Whether an engine still writes to slabs that a smaller pool has no more; it is said in the log."""
+    before = replace(memory, slabs=ledger.host.slabs if ledger.host is not None else 0)
+    is_written = is_written_behind(ledger, HostHeaders(before), memory.slabs)
+    if is_written:
+        _log.warning(
+            "the host pool that was kept is dropped, and its blocks are lost: an engine in offload mode is writing to "
+            "slabs that a pool of %d slabs has no more; its memory is free when the engine has connected again",
+            memory.slabs,
+        )
+    return is_written
+
+
 def _resized(record: HostPoolRecord, memory: HostMemory) -> HostPoolRecord:
     """The record of a host pool that was kept, with the slabs that are configured now.
 
-    Engines map so many when they connect again. What an engine of before still writes to a slab that is no longer one
-    lies behind the end of the pool, where it is given back at the process's death.
+    Engines map so many when they connect again.
 
     Raises:
         OSError: the memory of slabs that are no longer used cannot be given back.

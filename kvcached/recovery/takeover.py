@@ -262,6 +262,36 @@ def is_writer_left_out(ledger: Ledger, *, has_offload: bool) -> bool:
     return bool(peers)
 
 
+def is_written_behind(ledger: Ledger, headers: HostHeaders, slabs: int) -> bool:
+    """Whether an engine that may live was writing to a slab that a pool of so many slabs has no more.
+
+    Nobody would then remember its claim, and a later, larger pool would give the slot to others.
+
+    Args:
+        ledger: of the daemon before.
+        headers: of all slabs that it had.
+        slabs: how many there are to be.
+    """
+    host = ledger.host
+    if host is None:
+        return False
+    for record in ledger.namespaces:
+        gone = [slab for slab in host.allocated.get(record.root, ()) if slab >= slabs]
+        if not gone:
+            continue
+        sees, living = _sees_processes_of(ledger), set()
+        for session in (each for each in ledger.sessions if each.place == record.root):
+            peers = _living(session, sees=sees).peers
+            living |= {(session.epoch, session.id)} if peers else set()
+            for peer, _ in peers:
+                peer.close()
+        kind = HeaderKind(b"", b"", record.generation)  # claims are the same for every kind
+        found = scan(headers.table, _geometry(host, record), kind, gone)
+        if _claims(found.claims, _Owners(living, UNKNOWN_OWNER, ledger.epoch)):
+            return True
+    return False
+
+
 def _has_its_layout(host: HostPoolRecord, record: NamespaceRecord) -> bool:
     """Whether the blocks of a namespace lie in the host pool as they did."""
     return _geometry(host, record).slots_per_slab == record.slots_per_slab

@@ -41,6 +41,17 @@ def host_pool_of_other_slabs_taken_over(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@caught_by(
+    "tests/recovery/test_inheritance.py::"
+    "test_smaller_host_pool_is_a_new_one_where_an_engine_writes_behind_its_end[living-3-False]"
+)
+def claims_in_slabs_that_go_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A pool becomes smaller while an engine writes to one of the slabs that it loses."""
+    rewrite(
+        patch, inheritance._is_smaller_too_soon, "HostHeaders(before), memory.slabs)", "HostHeaders(before), 1 << 40)"
+    )
+
+
 @caught_by("tests/recovery/test_descriptor_store.py::test_manager_that_takes_nothing_is_waited_for_once")
 def stopped_manager_waited_for_each_time(patch: pytest.MonkeyPatch) -> None:
     """A pool of many parts stops the daemon for minutes, because nobody takes them."""

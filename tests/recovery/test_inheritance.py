@@ -42,6 +42,7 @@ from kvcached.recovery.state_file import (
 from kvcached.start_errors import StartError
 from kvcached.stopping import Stop
 from kvcached_client.blocks.engine_table import NO_PARENT, Row
+from kvcached_client.blocks.header import pack_claim
 from kvcached_client.blocks.host_layout import slots_per_slab
 from kvcached_client.blocks.pages import pool_geometry
 from kvcached_client.doctor.memory_bounds import MemoryBound
@@ -139,6 +140,20 @@ def test_host_pool_that_is_written_in_another_layout_is_not_kept(
     """A namespace whose blocks lie elsewhere now is not restored: slots that its engine writes could be anybody's."""
     kept_by.store(HOST_MEMORY_NAME, host.descriptor)
     assert not is_kept(tmp_path, OFFLOAD, ledger_of(host, identity_of(os.getpid()), slots=7))
+
+
+@pytest.mark.parametrize(("who", "slab", "keeps"), [("living", 3, False), ("dead", 3, True), ("living", 0, True)])
+def test_smaller_host_pool_is_a_new_one_where_an_engine_writes_behind_its_end(
+    tmp_path: Path, kept_by: Manager, host: HostMemory, who: str, slab: int, *, keeps: bool
+) -> None:
+    """A claim in a slab that goes would be forgotten, and a later, larger pool would give its slot to others."""
+    ledger = ledger_of(host, identity_of(os.getpid()) if who == "living" else dead())
+    ledger = msgspec.structs.replace(ledger, host=msgspec.structs.replace(record_of(host), allocated={ROOT: (0, 3)}))
+    os.pwrite(host.descriptor, pack_claim(epoch=1, session=1), slab * SLAB_BYTES)
+    kept_by.store(HOST_MEMORY_NAME, host.descriptor)
+
+    smaller = OFFLOAD.replace(f"size_bytes = {SLABS * SLAB_BYTES}", f"size_bytes = {2 * SLAB_BYTES}", 1)
+    assert is_kept(tmp_path, smaller, ledger) == keeps
 
 
 @pytest.mark.parametrize("is_given", [True, False])
