@@ -377,7 +377,7 @@ def test_smaller_pool_keeps_what_its_slabs_hold(tmp_path: Path) -> None:
 
 
 def test_memory_behind_the_pool_is_given_back_at_its_writers_death(daemon: Supervised, processes: Processes) -> None:
-    """The file of the pool is longer than the pool, and a process that fills it there takes memory while it lives."""
+    """The file of the pool is longer than the pool; what lies there is freed when a process of an engine dies."""
     scheduler, _ = processes.scheduler(0, 1)
     (path,) = (each for each in Path(f"/proc/{daemon.process.pid}/fd").iterdir() if is_host_pool(each))
     descriptor = os.open(path, os.O_RDWR)

@@ -228,7 +228,7 @@ def taken_by(manager: socket.socket) -> list[tuple[str, bytes]]:
 def test_manager_is_not_waited_for_without_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pool that falls asleep, or wakes, while no descriptor is left goes on when it has given back its memory."""
+    """Where no descriptor is left, whoever asks hears at once that it is not known what the manager has taken."""
 
     def refuse(_: int) -> tuple[int, int]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
